@@ -103,8 +103,10 @@ def test_the_package_computes_what_the_simulation_computes(read_back, name, kind
 
 def test_calls_with_another_bias_are_layers_of_their_own(tmp_path):
     model, batch = reused()
-    result = chipfit.keras_post_training_quantization(model, lambda: iter([[batch]]))[1].result
-    assert len({n.bias for n in result.graph.nodes if n.op == "Conv2D"}) == 3
+    facade = chipfit.keras_post_training_quantization(model, lambda: iter([[batch]]))[1].result
+    result = quantized(model, [batch], "imx500", settings=chipfit.Settings(correct_bias=True))
+    biases = [{n.bias for n in made.graph.nodes if n.op == "Conv2D"} for made in (facade, result)]
+    assert [len(b) for b in biases] == [1, 3]
     path = result.export(tmp_path / "m.keras", format="mctq")
     loaded = chipfit.keras_load_quantized_model(path)
     np.testing.assert_allclose(

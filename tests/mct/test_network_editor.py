@@ -358,7 +358,7 @@ def test_rules_give_methods_that_a_chip_without_a_runtime_has_not_for_a_study(ne
         assert torch.equal(codes, codes.round()) and set(codes.unique().tolist()) == set(quantizer.lut_values)
 
 
-def test_a_layer_without_a_bias_gets_none_where_it_is_left_out_of_bias_correction():
+def test_a_layer_without_a_bias_gets_none_where_it_is_left_out_of_bias_correction(tmp_path):
     torch.manual_seed(0)
     layers = {"a": nn.Conv2d(3, 4, 1, bias=False), "b": nn.Conv2d(4, 4, 1, bias=False)}
     model, data = model_of(lambda m, x: m.b(torch.relu(m.a(x))), **layers), torch.randn(8, 3, 6, 6)
@@ -369,6 +369,8 @@ def test_a_layer_without_a_bias_gets_none_where_it_is_left_out_of_bias_correctio
     assert found[0].a.bias is not None and "b.bias" not in found[0].state_dict()
     assert not any("b.bias" in n.inputs for n in found[1].result.graph.nodes)
     assert (found[0](data) - model(data)).abs().mean() < 0.02
+    found[1].result.save(tmp_path / "saved")
+    assert torch.equal(chipfit.load(tmp_path / "saved").model(data), found[0](data))
 
 
 def test_a_layer_is_left_out_of_bias_correction(net):

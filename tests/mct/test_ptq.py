@@ -213,6 +213,16 @@ def test_constants_of_functions_are_those_of_the_float_network():
     assert model.get_submodule("mul").weight_values == {1: torch.tensor(2.7)}
 
 
+def test_all_calls_of_a_layer_add_one_bias(tmp_path):
+    torch.manual_seed(0)
+    conv, batch = nn.Conv2d(3, 3, 3, padding=1), torch.randn(4, 3, 6, 6)
+    model = model_of(lambda m, x: m.conv(torch.relu(m.conv(x))), conv=conv)
+    quantized, info = chipfit.pytorch_post_training_quantization(model, lambda: iter([[batch]]))
+    assert [n.bias for n in info.result.graph.nodes if n.op == "Conv2D"] == ["conv.bias", "conv.bias"]
+    info.result.save(tmp_path / "saved")
+    assert torch.equal(chipfit.load(tmp_path / "saved").model(batch), quantized(batch))
+
+
 def test_metadata_of_a_chip_have_the_order_of_kernels_and_their_memory():
     conv = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
     debug = CoreConfig(debug_config=DebugConfig(simulate_scheduler=True))

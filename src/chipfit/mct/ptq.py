@@ -17,7 +17,7 @@ from chipfit.frameworks import facts_of, framework_of
 from chipfit.graph.linear import is_linear, products
 from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
-from chipfit.mct.core.layer_biases import with_own_biases
+from chipfit.mct.core.layer_biases import with_one_bias_a_layer, with_own_biases
 from chipfit.mct.core.network_editor import EditRule, replace_layers, to_overrides
 from chipfit.mct.framework_info import FrameworkInfo, known_ranges
 from chipfit.mct.input_scaling import ScaledInput
@@ -238,7 +238,7 @@ def quantize_model(
     if overwrite is not None:
         result = chosen_by_index(result, overwrite, generator, example)
     result = result if fw_info is None else fw_info.apply(result)
-    result = with_own_biases(result, rules)
+    result = with_one_bias_a_layer(with_own_biases(result, rules))
     log_result(what, result)
     model = attach_result(result, model, config.debug_config.simulate_scheduler)
     return model, UserInformation(result, scale, gptq_info_dict=dict(steps))
@@ -253,8 +253,8 @@ def attach_result(result: Result, float_model: Any = None, schedule: bool = Fals
         schedule: see `model_metadata`.
     """
     if result.platform.metadata:
-        kept = float_model.metadata if hasattr(float_model, "_chipfit") else model_metadata(result, schedule)
-        result.model.metadata = kept
+        earlier = getattr(float_model, "metadata", None) if hasattr(float_model, "_chipfit") else None
+        result.model.metadata = earlier or model_metadata(result, schedule)
     result.model._chipfit = link = ResultLink(result)
     if hasattr(result.model, "origin"):
         result.model.origin = link.packed

@@ -309,8 +309,8 @@ class LayerWeights(PytorchQuantizationWrapper):
         if self.node is None or self.node.layer:
             return {}
         held = {**self._parameters, **self._buffers}
-        leaves = [str(i).rpartition(".")[2] for i in self.node.inputs]
-        return {k: held[leaf] for k, leaf in enumerate(leaves) if held.get(leaf) is not None}  # type: ignore[misc]
+        leaves = enumerate(str(i).rpartition(".")[2] for i in self.node.inputs)
+        return {k: t for k, leaf in leaves if (t := held.get(leaf)) is not None}
 
     def weight_of(self, name: str) -> Tensor:
         table: dict[str, Any] = self._parameters if name in self._parameters else self._buffers

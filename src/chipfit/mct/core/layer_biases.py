@@ -1,14 +1,38 @@
-"""Bias correction of single layers, by rules of the network editor."""
+"""Biases as MCT's layers have them: one for all calls of a layer, corrected unless a rule leaves it out."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from chipfit.decide.overrides import Layers
+from chipfit.graph.folds import move_beta
 from chipfit.graph.ir import Graph, Node
 from chipfit.mct.core.network_editor import EditRule
 from chipfit.result import Result
+
+
+def with_one_bias_a_layer(result: Result) -> Result:
+    """Return a result in which all calls of a layer add one bias, the mean of theirs, if the chip adds it in float."""
+    graph, tensors = result.graph.copy(), dict(result.plan.tensors)
+    calls, renamed = defaultdict[tuple[str, str], list[Node]](list), dict[str, str]()
+    for n in graph.nodes:
+        if n.layer and n.bias in graph.weights and result.plan.stored(n.bias) is None:
+            calls[n.layer, n.weight].append(n)
+    for nodes in calls.values():
+        first, *others = dict.fromkeys(n.bias or "" for n in nodes)
+        if others:
+            mean = torch.stack([graph.weights[b].detach() for b in (first, *others)]).mean(0)
+            move_beta(graph, nodes[0].weight, mean)
+            graph.weights[first], renamed = mean, renamed | dict.fromkeys(others, first)
+    graph.nodes = [n.with_(inputs=tuple(renamed.get(i or "", i) for i in n.inputs)) for n in graph.nodes]
+    for name in renamed:
+        graph.trainable.discard(name)
+        del graph.weights[name]
+        tensors.pop(name, None)
+    edges = frozenset((renamed.get(v, v), n) for v, n in result.plan.float_edges)
+    return replace(result, graph=graph, plan=replace(result.plan, tensors=tensors, float_edges=edges))
 
 
 def with_own_biases(result: Result, rules: Sequence[EditRule]) -> Result:
@@ -39,7 +63,9 @@ def with_own_biases(result: Result, rules: Sequence[EditRule]) -> Result:
                 graph.trainable.discard(node.bias or "")
                 del graph.weights[node.bias or ""]
                 tensors.pop(node.bias or "", None)
-    return replace(result, graph=graph, plan=replace(result.plan, tensors=tensors, rewrites=tuple(notes)))
+    edges = frozenset(e for e in result.plan.float_edges if e[0] in graph.values or e[0] in graph.weights)
+    plan = replace(result.plan, tensors=tensors, rewrites=tuple(notes), float_edges=edges)
+    return replace(result, graph=graph, plan=plan)
 
 
 def _has_no_bias_of_its_own(graph: Graph, node: Node) -> bool:

@@ -196,16 +196,13 @@ class OpQuantizationConfig:
         return clone
 
 
-def _configurations(given: Any) -> Any:
+def _some(given: Any) -> Any:
     """Check that a list holds configurations, at least one; return it."""
-    name = "OpQuantizationConfig"
-    if isinstance(given, (list, tuple)) and not given:
-        what = f"'QuantizationConfigOptions' requires at least one '{name}'. The provided list is empty"
-        raise ModelingError(what, where="quantization_config_list")
-    for c in given if isinstance(given, (list, tuple)) else ():
-        if not isinstance(c, OpQuantizationConfig):
-            what = f"Each option must be an instance of '{name}', but found an object of type: {type(c)}"
-            raise ModelingError(what, where="quantization_config_list", got=c)
+    name, held = OpQuantizationConfig.__name__, given if isinstance(given, (list, tuple)) else [None]
+    if not held:
+        raise ModelingError(f"'QuantizationConfigOptions' requires at least one '{name}'. The provided list is empty")
+    if wrong := [type(c) for c in held if c is not None and not isinstance(c, OpQuantizationConfig)]:
+        raise ModelingError(f"Each option must be an instance of '{name}', but found an object of type: {wrong[0]}")
     return given
 
 
@@ -218,9 +215,7 @@ class QuantizationConfigOptions:
         base_config: the configuration without a search of bit widths; required if there are several.
     """
 
-    quantization_config_list: Annotated[
-        Sequence[OpQuantizationConfig], BeforeValidator(_configurations), AfterValidator(tuple)
-    ]
+    quantization_config_list: Annotated[Sequence[OpQuantizationConfig], BeforeValidator(_some), AfterValidator(tuple)]
     base_config: OpQuantizationConfig | None = None
 
     def __post_init__(self) -> None:

@@ -98,8 +98,7 @@ class BaseTrainableQuantizer(BaseInferableQuantizer, ABC):
         if "quantization_target" not in vars(cls):
             what = "Quantizer class inheriting from 'BaseTrainableQuantizer' is improperly defined. "
             what += "Ensure it includes the '@mark_quantizer' decorator and is correctly applied"
-            hint = "put @mark_quantizer(quantization_target=..., quantization_method=[...], identifier=...) over it"
-            raise ConfigError(what, where=cls.__name__, hint=hint)
+            raise ConfigError(what, where=cls.__name__, hint="@mark_quantizer(quantization_target=..., ...)")
         return super().__new__(cls)
 
     def __init__(self, quantization_config: Any) -> None:
