@@ -72,10 +72,21 @@ def test_what_reads_two_tensors_is_no_table():
             self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
 
         def forward(self, x):
-            return self.a(x) / (1 + self.b(x).abs())
+            return self.a(x) * (1 + self.b(x).abs())
 
     result = chipfit.quantize(Two().eval(), [X], platform="tflite_int8", progress=False)
     assert not steps(result)
+
+
+@pytest.mark.parametrize("platform", ["tflite_int8", "tflm_cmsis_nn"])
+def test_a_division_by_computed_values_is_a_product_with_a_table_of_reciprocals(platform):
+    result = quantized(lambda x: x / torch.sqrt((x * x).mean(1, keepdim=True) + 1e-3), platform)
+    assert ["Reciprocal"] in steps(result) and {n.exec for n in result.plan.nodes.values()} <= {
+        "int",
+        "table",
+        "follow",
+    }
+    assert result.verify([X]).exact
 
 
 def test_activations_with_kernels_stay_what_they_are():

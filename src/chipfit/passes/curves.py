@@ -60,11 +60,11 @@ def curves(graph: Graph, listed: NodeTest, in_integers: NodeTest, integer_operat
 
 
 def _opens(graph: Graph, n: Node, in_integers: NodeTest, integer_operators: Container[str]) -> bool:
-    """Check that a composite becomes a few parts with integer kernels."""
+    """Check that a composite becomes a few parts with integer kernels, none of which is a table itself."""
     alone = graph.copy()
     alone.nodes, alone.outputs = [n], [n.output]
     opened, wholes = open_composites(alone, in_integers, integer_operators)
-    return bool(wholes) and len(opened.nodes) <= _FEW
+    return bool(wholes) and len(opened.nodes) <= _FEW and all(m.op != "Curve" for m in opened.nodes)
 
 
 class _Regions:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from chipfit.engine.curves import steps_of
+from chipfit.engine.curves import Step, steps_of, text_of
 from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.hidden_scores import HIDDEN_SCORE, split_mask
 from chipfit.graph.ir import Graph, Node
@@ -136,10 +136,6 @@ def _clamp(new: NewNodes, n: Node) -> str:
     return x if high is None else new("Min", x, high)
 
 
-def _hard_sigmoid(new: NewNodes, n: Node) -> str:
-    return new("Mul", new("Relu6", new("Add", n.data, 3.0)), 1.0 / 6.0)
-
-
 def _gelu(new: NewNodes, n: Node) -> str:
     x = n.data
     if n.attrs["approximate"] == "tanh":
@@ -165,8 +161,11 @@ def _erf(new: NewNodes, n: Node) -> str:
 
 
 def _divide(new: NewNodes, n: Node) -> str:
-    """Return the product with the reciprocal of a constant."""
+    """Return the product with the reciprocal of a constant; in integers of any divisor, by a table of reciprocals."""
     by = new.graph.weights.get(n.inputs[1] or "")
+    if by is None and new.integers and "Curve" in new.holds:
+        inverse = new("Curve", n.inputs[1], steps=text_of([Step("Reciprocal", ("0",), {})]))
+        return new("Mul", n.data, inverse, gives=new.shape(n.output))
     if n.data not in new.graph.values or by is None or not by.is_floating_point() or bool((by == 0).any()):
         new.refuse("its divisor is not a constant, or holds 0")
     return new("Mul", n.data, new.constant((1 / by.detach().double()).to(by.dtype)), gives=new.shape(n.output))
@@ -420,8 +419,7 @@ def _pad(new: NewNodes, n: Node) -> str:
         if not 0 <= min(low, high) <= max(low, high) <= _MOST_COPIES:
             new.refuse(f"it cuts axis {axis}, or adds more than {_MOST_COPIES} elements to it")
         size, one = new.size(x, axis), (*sizes[:axis], 1, *sizes[axis + 1 :])
-        ends = (new("Slice", x, gives=one, axis=axis, start=k, end=k + 1, step=1) for k in (0, size - 1))
-        first, last = ends
+        first, last = (new("Slice", x, gives=one, axis=axis, start=k, end=k + 1, step=1) for k in (0, size - 1))
         sizes[axis] = size + low + high
         x = new("Concat", *[first] * low, x, *[last] * high, gives=tuple(sizes), axis=axis)
     return x if x != n.data else new.reshape(x, new.shape(n.output))
@@ -434,8 +432,7 @@ def _stack(new: NewNodes, n: Node) -> str:
 
 
 def _unstack(new: NewNodes, n: Node) -> list[str]:
-    axis = n.attrs["axis"]
-    return [new("Select", n.data, gives=new.shape(o), axis=axis, index=k) for k, o in enumerate(n.outputs)]
+    return [new("Select", n.data, gives=new.shape(o), index=k, **n.attrs) for k, o in enumerate(n.outputs)]
 
 
 # ---------------------------------------------------------------- rules by name
@@ -443,12 +440,13 @@ def _unstack(new: NewNodes, n: Node) -> list[str]:
 Rule = Callable[[NewNodes, Node], str | Sequence[str]]
 _BY_NAME: dict[str, Rule] = {
     "swish": lambda new, n: new("Mul", n.data, new("Sigmoid", n.data)),
+    "hard_sigmoid": lambda new, n: new("Mul", new("Relu6", new("Add", n.data, 3.0)), 1.0 / 6.0),
     "hard_swish": lambda new, n: new("Mul", n.data, new("HardSigmoid", n.data)),
     "reciprocal": lambda new, n: new("Div", 1.0, n.data),
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(_curve, _softplus, _mish, _elu, _clamp, _hard_sigmoid, _gelu, _erf, _divide, _adaptive, _one_by_one),
+    *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _adaptive, _one_by_one),
     *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth),
     *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn),
 )
