@@ -306,6 +306,20 @@ def test_a_state_dict_is_restored_in_a_model_prepared_anew(net):
     assert torch.equal(fresh(DATA[1]), model(DATA[1]))
 
 
+def test_layers_in_place_train_and_are_read_as_in_the_model():
+    """As mnasnet of torchvision, with dropout in place behind a quantizer; `y` is read after it was overwritten."""
+
+    def forward(m, x):
+        y = m.conv(x)
+        return m.head(nn.functional.relu6(m.drop(y), inplace=True).mean((2, 3)) + y.mean((2, 3)))
+
+    drop = nn.Dropout(inplace=True)
+    net = model_of(forward, conv=nn.Conv2d(3, 8, 3), drop=drop, head=nn.Linear(8, 4))
+    model = prepared(net, BackendType.Tensorrt).eval()
+    torch.testing.assert_close(calibrated(model)(DATA[0]), copy.deepcopy(net)(DATA[0]), atol=0.1, rtol=0.1)
+    model.train()(DATA[0]).sum().backward()
+
+
 def test_quantizers_of_one_type_are_calibrated_alone(net):
     model = prepared(net, BackendType.Tensorrt).eval()
     enable_calibration_woquantization(model, quantizer_type="act_fake_quant")

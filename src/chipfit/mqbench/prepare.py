@@ -201,8 +201,23 @@ def trace(
             with traced.graph.inserting_after(n):
                 n.replace_all_uses_with(traced.graph.call_module(n.name, n.args[:1]))
             traced.graph.erase_node(n)
+    _write_nothing_in_place(traced)
     traced.recompile()
     return traced
+
+
+def _write_nothing_in_place(traced: fx.GraphModule) -> None:
+    """Let in-place layers return new tensors, which later nodes read: gradients need what quantizers rounded."""
+    nodes = list(traced.graph.nodes)
+    layers: dict[fx.Node, Any] = {n: traced.get_submodule(str(n.target)) for n in nodes if n.op == "call_module"}
+    for k, n in enumerate(nodes):
+        if n.kwargs.get("inplace") or getattr(layers.get(n), "inplace", False):
+            n.args[0].replace_all_uses_with(n, delete_user_cb=set(nodes[k + 1 :]).__contains__)
+    for n in nodes:
+        n.kwargs = {k: v for k, v in n.kwargs.items() if k != "inplace"}
+    for layer in layers.values():
+        if hasattr(layer, "inplace"):
+            layer.inplace = False
 
 
 def _check_trace(traced: nn.Module, model: nn.Module, inputs: tuple[Any, ...]) -> None:
