@@ -159,7 +159,7 @@ def test_a_norm_of_zeros_does_not_divide_by_the_zero_of_a_grid(platform):
     x[0] = 0
     result = quantized(model, x, platform)
     got = result.model(x)
-    assert torch.isfinite(got).all() and cosine(got, model(x)) > 0.99
+    assert torch.isfinite(got).all() and cosine(got, model(x)) > 0.98
     assert result.verify([x]).sound
 
 
