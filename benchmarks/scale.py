@@ -21,6 +21,9 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+from prose import wrapped
+
 UNITS, PAGE = ROOT / "benchmarks/scale.yaml", ROOT / "docs/scale.md"
 #: accelerators for one experiment, and accelerators in all
 TOGETHER, COUNTS = (1, 2, 4, 8), (8, 64, 512)
@@ -153,7 +156,7 @@ def page(told: dict[str, Any]) -> str:
         )
     filed = total * measured["store_seconds"]
     lines += ["", "## Bottlenecks", "", *_held_up(costs, told, starved / busy, filed, ", ".join(placed))]
-    return "\n".join(lines) + "\n"
+    return wrapped("\n".join(lines))
 
 
 def _span(told: dict[str, Any], count: int, together: int, each: int) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
@@ -31,6 +30,7 @@ from chipfit.registry import lookup, registered
 
 sys.path.insert(0, str(Path(__file__).parent))
 from drawings import beside_tools, few_bits, forms, time
+from prose import wrapped
 
 
 def support_table() -> str:
@@ -326,7 +326,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def page(name: str) -> str:
     """Return a generated page, with its prose in at most 120 columns."""
     text = PAGES[name]()
-    return "".join(map(_wrapped, text.splitlines())) if name.endswith(".md") else text
+    return wrapped(text) if name.endswith(".md") else text
 
 
 def write(docs: Path) -> None:
@@ -334,14 +334,6 @@ def write(docs: Path) -> None:
     for name in PAGES:
         (docs / name).parent.mkdir(parents=True, exist_ok=True)
         (docs / name).write_text(page(name))
-
-
-def _wrapped(line: str) -> str:
-    """Return a line of Markdown, as several of at most 120 columns if it is prose."""
-    if line.startswith("|") or not line:
-        return f"{line}\n"
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(line, 120, subsequent_indent="  " if line.startswith("- ") else "", **options) + "\n"
 
 
 if __name__ == "__main__":
