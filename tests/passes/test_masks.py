@@ -128,6 +128,37 @@ def test_padding_changes_no_integer_of_what_is_kept(how):
     assert sqnr_db(model(x, mask).detach()[kept], got[0][kept]) > 25
 
 
+ODD = torch.arange(8)[:, None, None] % 2 > 0
+#: functions of images [N, 8, H, W] with infinite constants, and whether every operator of LiteRT computes integers
+INFINITE = {
+    "minimum": (lambda x: torch.minimum(x, x.new_tensor(math.inf)), True),
+    "bounds by channel": (lambda x: x.clamp(torch.where(ODD, -math.inf, -0.2), torch.where(ODD, 0.3, math.inf)), True),
+    "padding of a pool": (lambda x: F.max_pool2d(F.pad(x, (0, 1, 0, 1), value=-math.inf), 2, 2), True),
+    "padding of two sides": (lambda x: F.max_pool2d(F.pad(x, (1, 1, 1, 1), value=-1e9), 3, 2), True),
+    "padding": (lambda x: F.pad(x, (1, 1, 1, 1), value=-math.inf).relu(), False),
+    "a choice": (lambda x: x.masked_fill(ODD, -math.inf).sigmoid(), False),
+    "an addend": (lambda x: (0.5 * x + torch.zeros(8, 1, 1).masked_fill(ODD, -math.inf)).exp(), False),
+}
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+@pytest.mark.parametrize("how", INFINITE)
+def test_infinite_constants_set_no_grid(how, platform):
+    f, whole = INFINITE[how]
+    model = model_of(lambda m, x: m.out(f(m.a(x))), a=nn.Conv2d(3, 8, 3), out=nn.Conv2d(8, 4, 3))
+    batches = [randn(2, 3, 17, 17, seed=k) for k in range(4)]
+    result = quantized(model, batches, platform)
+    assert result.verify(batches[0]).require({"Exp", "Sigmoid"}).exact
+    assert in_integers(result) or not (whole and platform == "tflite_int8")
+    assert sqnr_db(model(batches[1]).detach(), result.device_model(batches[1])) > 28
+
+
+def test_an_output_shows_its_mask_although_a_softmax_reads_it_too():
+    model = model_of(lambda m, x: (y := m.a(x).masked_fill(EARLIER[3], -math.inf), y.softmax(-1)), a=nn.Linear(D, T))
+    result = quantized(model, [randn(N, D, seed=k) for k in range(4)], "tflite_int8")
+    assert torch.equal(result.device_model(randn(N, D))[0].isinf(), EARLIER[3].expand(N, T))
+
+
 def test_a_maximum_of_valid_tokens_is_one_of_quantized_values():
     model = model_of(
         lambda m, x, kept: m.out(m.a(x).masked_fill(~kept[..., None], -1e9).amax(1)),

@@ -3,6 +3,7 @@
 A bias has input scale x weight scale if the chip adds it in the accumulator, else a range of its own.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -267,7 +268,7 @@ class QParamsSource:
             return QParams(*numbers), _FIXED
         if s.role == "weight":
             rule = s.rule or (self.rules.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
-            w = self.graph.weights[s.name].detach()
+            w = self._finite(s.name, self.graph.weights[s.name].detach())
             parts = w if s.gates is None else w.reshape(s.gates, -1)
             q = choose_qparams(parts, grid, rule=rule, axis=s.axis, block=s.block, extras=self._extras(s.name))
             if s.gates is not None:
@@ -285,6 +286,14 @@ class QParamsSource:
             seen = replace(seen, histogram=None)  # it may hold only a part of the values
         q = choose_qparams(seen, grid, rule=rule, z_threshold=z)
         return q, f"{name_of(rule)} over {seen.batches} batches" + self._missing(s, rule)
+
+    def _finite(self, name: str, w: torch.Tensor) -> torch.Tensor:
+        """Return a constant with the extremes of what it bounds in place of infinity."""
+        if bool(w.isfinite().all()):
+            return w
+        bounded = [self.stats[i] for n in self.graph.users()[name] for i in n.inputs if i and i in self.stats]
+        low, high = min((b.low for b in bounded), default=0.0), max((b.high for b in bounded), default=0.0)
+        return w.nan_to_num(math.nan, posinf=high, neginf=low)
 
     def _extras(self, name: str) -> Mapping[str, Any]:
         return self.stats[name].extras if name in self.stats else {}

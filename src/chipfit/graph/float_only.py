@@ -1,6 +1,7 @@
 """Find the float values that must not be quantized: indices, masks, compared values, and divisors near zero."""
 
-from collections.abc import Container, Iterable, Mapping
+import math
+from collections.abc import Collection, Container, Iterable, Mapping
 
 from chipfit.graph.hidden_scores import ALWAYS_HIDES, HIDES_IN_SOFTMAX, HiddenScores
 from chipfit.graph.ir import Graph, Node
@@ -20,6 +21,7 @@ _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 
 EXACT_WHY = "it is only read as an index, a mask or a shape, compared, or cast to integers"
 WHOLE_WHY = "beside its use as a number it is given as an index or cast to integers, where no rounding may move it"
+INFINITE_WHY = "an infinite constant is in it, which no grid holds"
 MASKED_WHY = "a mask of extreme range is in it, which would set its grid"
 DIVISOR_WHY = "it divides, and a grid that holds its largest number has 0 for its smallest"
 EXPONENT_WHY = "it is an exponent: near a whole number, but not at it, powers of negative numbers do not exist"
@@ -32,7 +34,7 @@ def float_only_values(graph: Graph, hidden: Iterable[HiddenScores] = ()) -> dict
     Args:
         hidden: scores whose grid need not hold the numbers that hide some.
     """
-    given, producers = _given(graph), graph.producers()
+    given, producers, hidden = _given(graph), graph.producers(), list(hidden)
     masked, masks = _masks(graph, given, producers, {n.name for h in hidden for n in h.selections})
     use = dict.fromkeys(graph.outputs, _REAL)
     whole = set[str]()  # values that determine an index or a cast to integers
@@ -46,7 +48,25 @@ def float_only_values(graph: Graph, hidden: Iterable[HiddenScores] = ()) -> dict
                 whole.add(i)
     real = {v: use[v] > (_COMPARED if v in given else _EXACT) for v in graph.values if v in use and graph.is_float(v)}
     exact = {v: WHOLE_WHY if is_real else EXACT_WHY for v, is_real in real.items() if not is_real or v in given & whole}
-    return exact | masked | _guarded(graph, producers) | _wide_divisors(graph) | _exponents(graph)
+    infinite = dict.fromkeys(_infinite(graph, {v for h in hidden for v in (*h.values, *h.fills)}), INFINITE_WHY)
+    return infinite | exact | masked | _guarded(graph, producers) | _wide_divisors(graph) | _exponents(graph)
+
+
+def _infinite(graph: Graph, saturating: Collection[str]) -> set[str]:
+    """Return constants that hold infinity, and values that hold it because of them.
+
+    Bounds of Max and Min are not among them: on a grid they saturate at its ends, and bound nothing.
+    """
+    users = graph.users()
+    found = {w for w, x in graph.weights.items() if x.is_floating_point() and bool(x.isinf().any())} - {*saturating}
+    found = {w for w in found if any(n.op not in ("Max", "Min") for n in users.get(w, ()))}
+    for n in graph.nodes:
+        passes = n.facts.moves or n.facts.homogeneous or n.op in ("Add", "Sub", "Mul", "Div", "Pad", "LogSoftmax")
+        selects = n.op in (*_EXTREMES, "Max", "Min") or n.facts.kind == "pool" or n.clip_range is not None
+        padded = n.op == "Pad" and math.isinf(n.attrs["value"] or 0)
+        if padded or (passes and not selects and any(i in found for i in n.inputs)):
+            found |= {o for o in n.outputs if graph.is_float(o)} - {*saturating}
+    return found
 
 
 def _exponents(graph: Graph) -> dict[str, str]:

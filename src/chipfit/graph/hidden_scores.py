@@ -52,11 +52,14 @@ def split_mask(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def leading_to(graph: Graph, reader: Node, ops: Collection[str]) -> Iterator[Node]:
-    """Yield the nodes of some operators from which a node has its data, moved at most; the nearest first."""
+    """Yield the nodes of some operators from which a node has its data, moved at most; the nearest first.
+
+    The search ends at outputs of the model, which show masks as they are.
+    """
     producers, waiting = graph.producers(), [reader.data]
     while waiting:
         n = producers.get(waiting.pop())
-        if n is None or not (n.op in ops or n.facts.moves):
+        if n is None or n.output in graph.outputs or not (n.op in ops or n.facts.moves):
             continue
         if n.op in ops:
             yield n
@@ -74,7 +77,7 @@ def _in_front_of(graph: Graph, reader: Node) -> HiddenScores:
     axes = reader.attrs["axes"] if reader.op == "ReduceMax" else (reader.attrs["axis"],)
     axes = tuple(a % len(shape) - len(shape) for a in axes)
     selections, fills, values, between = list[Node](), list[str](), list[str](), list[str]()
-    while (n := producers.get(value)) is not None and _keeps_rows(graph, n, shape, axes):
+    while (n := producers.get(value)) is not None and value not in graph.outputs and _keeps_rows(graph, n, shape, axes):
         between.append(value)
         fill = fill_of(graph, n)
         if fill is not None:

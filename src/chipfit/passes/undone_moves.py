@@ -1,6 +1,9 @@
 """Remove moves that change nothing, or that the next one undoes, such as the axis of layers around a state."""
 
+import math
 from collections.abc import Mapping
+
+import torch
 
 from chipfit.graph.edit import drop_dead, replace_values
 from chipfit.graph.ir import Graph, Node
@@ -8,9 +11,12 @@ from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 
 
-@register("pass", "undone_moves", stage="rewrite")
+@register("pass", "undone_moves", stage="rewrite", after=("fold_constants",))
 def undone_moves(graph: Graph) -> Rewritten:
-    """Replace an Expand to the shape that a value has, and a Select of the axis that was added to it, by the value."""
+    """Replace moves whose results equal a value by that value.
+
+    These are an Expand to the shape that it has, a Select of the axis that was added to it, and bounds at infinity.
+    """
     producers, same = graph.producers(), dict[str, str]()
     for n in graph.nodes:
         source = _source(graph, n, producers, same)
@@ -27,6 +33,10 @@ def undone_moves(graph: Graph) -> Rewritten:
 def _source(graph: Graph, n: Node, producers: Mapping[str, Node], same: Mapping[str, str]) -> str | None:
     """Return the value that the result of a move equals; None if it is another one."""
     data = n.inputs[0] if n.inputs else None
+    if never := {"Max": -math.inf, "Min": math.inf}.get(n.op):
+        free = [i for i in n.inputs if i is not None and not _is_all(graph.weights.get(i), never)]
+        alike = len(free) == 1 and free[0] in graph.values and graph.shape(free[0]) == graph.shape(n.output)
+        return same.get(free[0], free[0]) if alike else None
     if data is None or data not in graph.values:
         return None
     if n.op == "Expand" and len(n.inputs) == 1 and len(n.attrs["shape"]) == len(graph.shape(data)):
@@ -40,3 +50,7 @@ def _source(graph: Graph, n: Node, producers: Mapping[str, Node], same: Mapping[
     added = (maker.attrs["axis"],) if maker.op == "Stack" and len(maker.inputs) == 1 else added
     undoes = tuple(a % len(graph.shape(data)) for a in added) == (axis,)
     return same.get(maker.inputs[0] or "", maker.inputs[0]) if undoes else None
+
+
+def _is_all(w: torch.Tensor | None, number: float) -> bool:
+    return w is not None and bool((w == number).all())
