@@ -73,7 +73,8 @@ def _of_few_rows(model: Any, calls: Sequence[Call]) -> Graph:
     few = [first_rows(call, example_rows(model)) for call in calls]
     try:
         graph = capture(model, *few[0], few[1:])
-        if few[0] is calls[0] or not any(note.startswith(FIXED_BATCH) for note in graph.notes):
+        cut_elsewhere = 0 not in batch_axes(graph).values() or any(n.startswith(FIXED_BATCH) for n in graph.notes)
+        if few[0] is calls[0] or not cut_elsewhere:
             return graph
     except RefusedCall as e:
         if few[0] is calls[0]:

@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 import chipfit
+from chipfit.engine.trees import batch_axes
 from chipfit.errors import UnsupportedError
 from chipfit.export.tflite.arena import arena
 from chipfit.platform.load import load
 from chipfit.streams import calls
+from tests.build import model_of, randn, sqnr_db
 
 pytest.importorskip("ai_edge_litert")
 from ai_edge_litert import schema_py_generated as schema
@@ -235,3 +237,14 @@ def test_training_keeps_one_scale_for_each_gate(algorithm):
         optimizer.step()
     assert (result.model(data[0]) != before).any()
     assert result.trained().verify(data[:1]).exact
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_sequences_whose_steps_come_first_are_samples_on_axis_1(kind, platform):
+    model = model_of(lambda m, x: m.head(m.layer(x)[0]), layer=kind(4, 6), head=nn.Linear(6, 3))
+    batches = [randn(7, 5, 4, seed=k) for k in range(4)]
+    result = quantized(model, batches, platform)
+    assert batch_axes(result.graph) == {"x": 1} and result.verify(batches).exact
+    x = randn(7, 2, 4, seed=9)
+    assert sqnr_db(model(x).detach(), result.device_model(x)) > 28

@@ -115,9 +115,10 @@ class LiteRt:
         rest = [(forms.get(name), axes.get(name, 0)) for name in self.tensors[len(outputs) :]]
         #: form and batch axis of each tensor; outputs have their own, since the file may rearrange them
         self.layouts = [*outputs, *rest]
-        #: form of each input; their batch axis is the first
+        #: form and batch axis of each input
         self.forms: Sequence[list[int] | None] = self.notes.get("inputs") or [None] * len(self.inputs)
-        noted = [*((f, 0) for f in self.forms), *self.layouts]
+        self.axes: Sequence[int] = [axes.get(d["name"], 0) for d in self.inputs]
+        noted = [*zip(self.forms, self.axes, strict=False), *self.layouts]
         self.lines, self.long = ({*self.notes.get(k, ())} for k in ("lines", "int64"))
         ends = [*self.inputs, *self.interpreter.get_output_details()]
         ranks = [len(d["shape"]) - (d["name"] in self.lines) for d in ends]
@@ -126,7 +127,7 @@ class LiteRt:
         shapes = {d["name"]: d["shape"] for d in ends}
         known = [(s, [*shapes[n]][-1:]) for n, s in self.images.items() if n in shapes]
         fitting = [s and min(s) > 0 and [math.prod(s)] == last for s, last in known]
-        if len(noted) != len(ranks) or not all((*valid, *fitting)):
+        if len(noted) != len(ranks) or len(self.forms) != len(self.axes) or not all((*valid, *fitting)):
             raise unfit_notes(str(path))
 
     def make_interpreter(self, content: bytes) -> Any:
@@ -164,14 +165,16 @@ class LiteRt:
             self.part = None
             self._reset()
             return self._once(given)
-        samples = max(len(x) for x, s in zip(given, split) if s)
-        self.part = size = next(int(d["shape"][0]) for d, s in zip(self.inputs, split) if s)
+        places = [f.index(a) if f else a for f, a in zip(self.forms, self.axes, strict=True)]
+        samples = max(x.shape[a] for x, a, s in zip(given, places, split) if s)
+        self.part = size = next(int(d["shape"][a]) for d, a, s in zip(self.inputs, places, split) if s)
         starts = range(0, samples, size)
         parts = []
         for k in starts:
             if k == 0 or not self.notes.get("stream"):
                 self._reset()
-            parts.append(self._once([x[k : k + size] if s else x for x, s in zip(given, split)]))
+            cut = [(*[slice(None)] * a, slice(k, k + size)) if s else ... for a, s in zip(places, split)]
+            parts.append(self._once([x[c] for x, c in zip(given, cut)]))
         axes = {n: axis for n, (_, axis) in zip(self.tensors, self.layouts, strict=True)}
         front = self.notes.get("in_front", {})
         return {n: join_parts([p[n] for p in parts], axes.get(n, 0), front.get(n, 1)) for n in parts[0]}
@@ -179,11 +182,16 @@ class LiteRt:
     def _check(self, inputs: Sequence[np.ndarray]) -> None:
         """Check the inputs; where the batch size is fixed and differs, all that differ have one number of samples."""
         wanted: dict[str, list[int | str | None]] = {}
-        for k, (d, form) in enumerate(zip(self.inputs, self.forms, strict=True)):
+        for k, (d, form, batch) in enumerate(zip(self.inputs, self.forms, self.axes, strict=True)):
             sizes: list[int | str | None] = [None if s < 0 else int(s) for s in _signature(d)]
             sizes = [sizes[axis] for axis in np.argsort(form)] if form else sizes
-            if sizes and sizes[0] is not None and k < len(inputs) and inputs[k].shape[:1] != (sizes[0],):
-                sizes[0] = SAMPLES
+            if (
+                sizes
+                and sizes[batch] is not None
+                and k < len(inputs)
+                and inputs[k].shape[batch:][:1] != (sizes[batch],)
+            ):
+                sizes[batch] = SAMPLES
             wanted[d["name"].removesuffix("/float")] = sizes
         check_inputs(inputs, wanted)
 

@@ -18,6 +18,7 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
+from chipfit.engine.trees import batch_axes
 from chipfit.engine.types import dtype_of
 from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
@@ -67,7 +68,9 @@ def content(
             batch; or the batch has to be given.
         ConfigError: see `io_spec_of`.
     """
-    if unsized := [i for i in graph.inputs if None in graph.shape(i)[1:]]:
+    axes = batch_axes(graph)
+    open_sizes = {i: {k for k, s in enumerate(graph.shape(i)) if s is None} for i in graph.inputs}
+    if unsized := [i for i, found in open_sizes.items() if found - {axes.get(i, 0)}]:
         what = "Only the batch size can be open in the file, and other sizes of this model are open"
         shown, hint = ", ".join(f"'{i}' {list(graph.shape(i))}" for i in unsized), "quantize with batches of one size"
         raise UnsupportedError(what, got=shown, hint=f"{hint}: pad, cut or resize them")

@@ -37,7 +37,7 @@ from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_axes, ways
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
-from chipfit.graph.ir import FIXED_BATCH, Graph
+from chipfit.graph.ir import FIXED_BATCH, Graph, Node
 from chipfit.graph.placement import device_of
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
@@ -139,24 +139,40 @@ def check_model(model: Any) -> None:
     check_device(model)
 
 
-def _capture_first_way(model: torch.nn.Module, calls: Sequence[Any]) -> Graph:
+def _capture_first_way(model: torch.nn.Module, calls: Sequence[Any], axis: int = 0) -> Graph:
     """Read a model with the first of the `ways` to leave sizes open that it accepts.
+
+    Where axis 0 turns out to hold the steps of sequences, the batch is axis 1 if the model accepts that.
 
     Raises:
         CaptureError: It accepts none; the error is that of the first way.
     """
-    tried: list[CaptureError] = []
-    for sizes in ways(calls):
+    tried: list[CaptureError] = [RefusedCall("No input has an axis of samples")] if axis else []
+    for sizes in ways(calls, axis):
         try:
             graph = _capture_way(model, calls, sizes)
         except RefusedCall as e:
             tried.append(e)
             continue
-        if not any(None in graph.shape(i)[:1] for i in graph.inputs) and any(map(graph.shape, graph.inputs)):
+        if axis == 0 and sizes and sizes[0].is_batch and _mixes_samples(graph):
+            with contextlib.suppress(CaptureError):
+                return _capture_first_way(model, calls, axis=1)
+        if not any(None in graph.shape(i)[: axis + 1] for i in graph.inputs) and any(map(graph.shape, graph.inputs)):
             why = tried[0].what if tried else "the model computes with the number of samples"
             graph.notes.append(f"{FIXED_BATCH}: {why}")
         return graph
     raise tried[0]
+
+
+def _mixes_samples(graph: Graph) -> bool:
+    """Return whether a layer computes one sample, along the only open axis, from others: it holds steps, or tokens."""
+
+    def mixes(n: Node) -> bool:
+        shape = graph.shape(n.data) if n.inputs and n.data in graph.values else ()
+        axis = 1 if n.facts.recurrent else -2 if n.op == "SDPA" else n.attrs["axis"] if n.facts.softmax else None
+        return axis is not None and len(shape) > 2 and shape.count(None) == 1 and shape[axis] is None
+
+    return any(mixes(n) for n in graph.nodes)
 
 
 def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[TiedAxes]) -> Graph:

@@ -45,28 +45,29 @@ def varied_axes(x: Any, others: Sequence[Any]) -> list[int]:
     return [k for k, sizes in enumerate(zip(*shapes, strict=False)) if len(set(sizes)) > 1]
 
 
-def ways(calls: Sequence[Any]) -> Iterator[tuple[TiedAxes, ...]]:
+def ways(calls: Sequence[Any], axis: int = 0) -> Iterator[tuple[TiedAxes, ...]]:
     """Yield the ways in which sizes of the inputs may belong together; the batch comes first.
 
-    The batch is axis 0 of the first input and of the inputs with as many rows. If its size differs among the calls,
-    other axes that have its size in all of them may belong to it: axis 1 of a recurrent state, both axes of an
-    adjacency matrix. If no call varies it, the model may also fix it, and the last way leaves it out. Other sizes are
-    open if calls differ in them; axes of several inputs share one if they are equal in all calls, axes of one input
-    never do.
+    The batch is one axis of the first input, 0 or 1, and of the inputs with as many rows there. If its size differs
+    among the calls, other axes that have its size in all of them may belong to it: axis 1 of a recurrent state, both
+    axes of an adjacency matrix. If no call varies it, the model may also fix it, and the last way leaves it out. Other
+    sizes are open if calls differ in them; axes of several inputs share one if they are equal in all calls, axes of one
+    input never do.
 
     Args:
         calls: the example, then further calls of equal structure.
+        axis: of the batch; 1 in a model whose steps come first, for which some way must leave it open.
     """
     example, *others = [pytree.tree_leaves(call) for call in calls]
     sizes: dict[Place, tuple[int, ...]] = {
-        (i, axis): tuple(leaves[i].shape[axis] for leaves in (example, *others))
+        (i, k): tuple(leaves[i].shape[k] for leaves in (example, *others))
         for i, x in enumerate(example)
         if isinstance(x, torch.Tensor)
-        for axis in range(x.dim())
+        for k in range(x.dim())
     }
-    first = next((p for p, s in sizes.items() if p[1] == 0 and s[0] > 0), None)
+    first = next((p for p, s in sizes.items() if p[1] == axis and s[0] > 0), None)
     if first is None:
-        yield tuple(_varied(example, others, sizes, ()))
+        yield from [tuple(_varied(example, others, sizes, ()))] * (not axis)
         return
     batch = sizes[first]
     for places in _batches(first, [p for p, s in sizes.items() if s == batch], len(set(batch)) > 1):
@@ -76,7 +77,9 @@ def ways(calls: Sequence[Any]) -> Iterator[tuple[TiedAxes, ...]]:
 
 def _batches(first: Place, equal: list[Place], varies: bool) -> list[list[Place]]:
     """Return the sets of places that may be the batch, of all places that have its size; an empty one: it is fixed."""
-    rows = [p for p in equal if p[1] == 0]
+    rows = [p for p in equal if p[1] == first[1]]
+    if first[1] == 1:
+        return [rows]
     if not varies:
         return [rows, []]
     have_rows, columns = {i for i, _ in rows}, dict(reversed([p for p in equal if p[1] > 0]))
