@@ -130,10 +130,7 @@ STRANGERS = {
     "runtimes": "quantizers graph engine calibration platform plan decide export simulate",
 }
 #: imports that still cross a border; the list only shrinks
-CROSSINGS = {
-    "passes/concat_ranges.py imports platform",
-    "passes/add_missing_bias.py imports platform",
-}
+CROSSINGS = {"passes/concat_ranges.py imports platform", "passes/add_missing_bias.py imports platform"}
 #: modules of the documents' names, and the package itself
 DOORS = set(
     "__init__ _version constants core data_generation exporter framework_info gptq hardware_representation pruning ptq "

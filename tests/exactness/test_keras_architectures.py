@@ -35,8 +35,7 @@ ISLANDS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "results"),
-    [*((name, None) for name in sorted(ZOO)), *((name, "codes") for name in ISLANDS)],
+    ("name", "results"), [*((name, None) for name in sorted(ZOO)), *((name, "codes") for name in ISLANDS)]
 )
 def test_every_integer_equals_onnx_runtimes(name, results):
     model, batch = make(name)

@@ -71,7 +71,6 @@ FORMS = {
 }
 
 
-@pytest.mark.thinned(5)
 @pytest.mark.parametrize(("platform", "runtime"), RUNTIMES)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_lstm_is_one_operator_with_the_simulated_integers(form, platform, runtime, tmp_path):
@@ -97,7 +96,6 @@ def test_a_keyword_spotter_takes_a_fraction_of_the_memory_of_its_steps(tmp_path)
     assert measured < arena(steps).total / 20
 
 
-@pytest.mark.thinned(3)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 2.0])
 def test_it_is_as_near_to_the_float_network_as_its_steps(spread):
     """Also where rows of weights, which share one scale in the native kernel, differ in size."""

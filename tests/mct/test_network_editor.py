@@ -99,8 +99,7 @@ def test_a_filter_selects_layers(plain, wanted, layers):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [*(kind("haed") for kind in BY_NAME), ne.NodeTypeFilter(nn.GELU), CONV & ne.NodeTypeFilter(nn.ReLU)],
+    "wrong", [*(kind("haed") for kind in BY_NAME), ne.NodeTypeFilter(nn.GELU), CONV & ne.NodeTypeFilter(nn.ReLU)]
 )
 def test_a_filter_without_layers_lists_similar_names(net, wrong):
     with pytest.raises(UnknownNameError) as e:

@@ -173,10 +173,7 @@ def test_the_constant_and_why_none_helps(low, high, ratio, c):
     assert found - unsigned < -low * 1.01 + unsigned * 0.02
 
 
-@pytest.mark.parametrize(
-    "op, attrs, crossed",
-    [("MaxPool", {}, True), ("Sigmoid", {}, False), ("Nobody's", {}, False)],
-)
+@pytest.mark.parametrize("op, attrs, crossed", [("MaxPool", {}, True), ("Sigmoid", {}, False), ("Nobody's", {}, False)])
 def test_what_a_constant_passes_through(op, attrs, crossed):
     assert node(f"y = {op}(x)", attrs).facts.shifts is crossed
 

@@ -469,8 +469,7 @@ def test_a_saved_structure_imports_no_class(saved, trap, field, kind):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[2, {}]", '[1, {"type": "builtins.dict", "context": "[[1]]", "children_spec": []}]', "[" * 10**5],
+    "text", ["[2, {}]", '[1, {"type": "builtins.dict", "context": "[[1]]", "children_spec": []}]', "[" * 10**5]
 )
 def test_a_malformed_structure_is_refused(text):
     with pytest.raises(GraphError, match="structure of inputs or outputs is malformed"):

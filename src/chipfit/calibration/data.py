@@ -258,7 +258,7 @@ def as_batch(graph: Graph, flat: list[torch.Tensor]) -> Batch:
 def fixed_batch_of(graph: Graph) -> int:
     """Return the batch size that a graph fixes for all its inputs; 0 if there is none."""
     sizes = {graph.shape(i)[:1] for i in graph.inputs}
-    return next(iter(sizes))[0] or 0 if len(sizes) == 1 and () not in sizes else 0
+    return next(iter(sizes))[0] or 0 if len(sizes) == 1 and () not in sizes and not batch_axes(graph) else 0
 
 
 def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor | None]:

@@ -63,8 +63,9 @@ def _infinite(graph: Graph, saturating: Collection[str]) -> set[str]:
     for n in graph.nodes:
         passes = n.facts.moves or n.facts.homogeneous or n.op in ("Add", "Sub", "Mul", "Div", "Pad", "LogSoftmax")
         selects = n.op in (*_EXTREMES, "Max", "Min") or n.facts.kind == "pool" or n.clip_range is not None
-        padded = n.op == "Pad" and math.isinf(n.attrs["value"] or 0)
-        if padded or (passes and not selects and any(i in found for i in n.inputs)):
+        if (n.op == "Pad" and math.isinf(n.attrs["value"] or 0)) or (
+            passes and not selects and any(i in found for i in n.inputs)
+        ):
             found |= {o for o in n.outputs if graph.is_float(o)} - {*saturating}
     return found
 

@@ -26,8 +26,7 @@ def _padding(graph: Graph, pad: Node, pool: Node) -> tuple[tuple[int, int], ...]
         return None
     ends = list(pad.attrs["padding"])
     others = [ends.pop(0), ends.pop(-1 if graph.data_format == "channels_last" else 0)]
-    both = zip(pool.attrs["padding"], ends, strict=True)
-    padding = tuple((a + c, b + d) for (a, b), (c, d) in both)
+    padding = tuple((a + c, b + d) for (a, b), (c, d) in zip(pool.attrs["padding"], ends, strict=True))
     within = all(end < k for pair, k in zip(padding, pool.attrs["kernel"], strict=True) for end in pair)
     positive = all(end >= 0 for pair in ends for end in pair) and not any(map(any, others))
     return padding if within and positive and not pool.attrs["ceil_mode"] else None

@@ -34,7 +34,7 @@ def _source(graph: Graph, n: Node, producers: Mapping[str, Node], same: Mapping[
     """Return the value that the result of a move equals; None if it is another one."""
     data = n.inputs[0] if n.inputs else None
     if never := {"Max": -math.inf, "Min": math.inf}.get(n.op):
-        free = [i for i in n.inputs if i is not None and not _is_all(graph.weights.get(i), never)]
+        free = [i for i in n.inputs if i and not bool((graph.weights.get(i, torch.zeros(1)) == never).all())]
         alike = len(free) == 1 and free[0] in graph.values and graph.shape(free[0]) == graph.shape(n.output)
         return same.get(free[0], free[0]) if alike else None
     if data is None or data not in graph.values:
@@ -50,7 +50,3 @@ def _source(graph: Graph, n: Node, producers: Mapping[str, Node], same: Mapping[
     added = (maker.attrs["axis"],) if maker.op == "Stack" and len(maker.inputs) == 1 else added
     undoes = tuple(a % len(graph.shape(data)) for a in added) == (axis,)
     return same.get(maker.inputs[0] or "", maker.inputs[0]) if undoes else None
-
-
-def _is_all(w: torch.Tensor | None, number: float) -> bool:
-    return w is not None and bool((w == number).all())

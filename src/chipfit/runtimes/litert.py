@@ -182,16 +182,11 @@ class LiteRt:
     def _check(self, inputs: Sequence[np.ndarray]) -> None:
         """Check the inputs; where the batch size is fixed and differs, all that differ have one number of samples."""
         wanted: dict[str, list[int | str | None]] = {}
-        for k, (d, form, batch) in enumerate(zip(self.inputs, self.forms, self.axes, strict=True)):
+        for k, (d, form, at) in enumerate(zip(self.inputs, self.forms, self.axes, strict=True)):
             sizes: list[int | str | None] = [None if s < 0 else int(s) for s in _signature(d)]
             sizes = [sizes[axis] for axis in np.argsort(form)] if form else sizes
-            if (
-                sizes
-                and sizes[batch] is not None
-                and k < len(inputs)
-                and inputs[k].shape[batch:][:1] != (sizes[batch],)
-            ):
-                sizes[batch] = SAMPLES
+            if sizes and sizes[at] is not None and k < len(inputs) and inputs[k].shape[at : at + 1] != (sizes[at],):
+                sizes[at] = SAMPLES
             wanted[d["name"].removesuffix("/float")] = sizes
         check_inputs(inputs, wanted)
 

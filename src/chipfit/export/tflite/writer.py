@@ -373,11 +373,11 @@ def concrete_sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
             found[name] = tuple(getattr(x, "shape", ()))
         return outs
 
-    inputs = []
-    for k, name in enumerate(graph.inputs):
+    inputs, axes = [], batch_axes(graph)
+    for example, name in enumerate(graph.inputs):
         v = graph.values[name]
-        like = graph.example[k].shape if graph.example else [1] * len(v.shape)
-        known = [batch, *v.shape[1:]] if v.shape[:1] == (None,) else v.shape
+        like = graph.example[example].shape if graph.example else [1] * len(v.shape)
+        known = [batch if k == axes.get(name) else s for k, s in enumerate(v.shape)]
         found[name] = tuple(other if s is None else s for s, other in zip(known, like, strict=True))
         inputs.append(torch.zeros(found[name], dtype=dtype_of(v.dtype)))
     try:

@@ -276,7 +276,7 @@ class DebugConfig:
     """
 
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
-        "analyze_similarity": "`information.result.verify(data)` compares every layer",
+        "analyze_similarity": "`information.result.verify(data)` compares every layer"
     }
 
     analyze_similarity: bool = False
