@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import chipfit
 from chipfit.errors import UnsupportedError
@@ -56,6 +56,8 @@ def test_its_outputs_are_the_runtimes_bit_for_bit(tmp_path, name, runtime, platf
     assert torch.utils._pytree.tree_structure(got) == torch.utils._pytree.tree_structure(want)
     outputs = [x.numpy() for x in tree_leaves(got) if isinstance(x, torch.Tensor)]
     assert same(outputs, runtime(result, tree_leaves(new), tmp_path))
+    arrays = device(tree_map_only(torch.Tensor, lambda x: x.numpy(), new))
+    assert same([x.numpy() for x in tree_leaves(arrays) if isinstance(x, torch.Tensor)], outputs)
     assert not same(outputs, [x.detach().numpy() for x in tree_leaves(want) if isinstance(x, torch.Tensor)])
 
 

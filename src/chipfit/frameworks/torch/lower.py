@@ -466,8 +466,8 @@ class DeviceModel(nn.Module):
         self.eval()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; the result is on the device of the inputs."""
-        flat = flatten_call(self._in_spec, args, kwargs)
+        """Run the model on tensors or arrays; the result is on the device of the inputs."""
+        flat = [torch.as_tensor(x) for x in flatten_call(self._in_spec, args, kwargs)]
         outs = self.run_flat([x.detach().to("cpu", kind) for x, kind in zip(flat, self._types, strict=True)])
         return self._results([x.to(flat[0].device) if flat and isinstance(x, torch.Tensor) else x for x in outs])
 
