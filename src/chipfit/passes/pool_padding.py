@@ -12,8 +12,8 @@ def pool_padding(graph: Graph) -> Rewritten:
     """Replace max_pool(pad(x, -inf)) by a pool of x with more padding; numbers that no network computes are as -inf."""
     graph, producers, notes = graph.copy(), graph.producers(), list[str]()
     for k, n in enumerate(graph.nodes):
-        pad = producers.get(n.data)
-        if n.op == "MaxPool" and pad is not None and (padding := _padding(graph, pad, n)) is not None:
+        pad = producers.get(n.data) if n.op == "MaxPool" else None
+        if pad is not None and (padding := _padding(graph, pad, n)) is not None:
             graph.nodes[k] = n.with_(inputs=(pad.data,), attrs={**n.attrs, "padding": padding})
             notes.append(f"'{n.display_name}' pads as '{pad.display_name}' did")
     drop_dead(graph)

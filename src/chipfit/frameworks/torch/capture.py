@@ -168,7 +168,8 @@ def _mixes_samples(graph: Graph) -> bool:
     """Return whether a layer computes one sample, along the only open axis, from others: it holds steps, or tokens."""
 
     def mixes(n: Node) -> bool:
-        shape = graph.shape(n.data) if n.inputs and n.data in graph.values else ()
+        data = n.operand("in0")
+        shape = graph.shape(data) if data in graph.values else ()
         axis = 1 if n.facts.recurrent else -2 if n.op == "SDPA" else n.attrs["axis"] if n.facts.softmax else None
         return axis is not None and len(shape) > 2 and shape.count(None) == 1 and shape[axis] is None
 
