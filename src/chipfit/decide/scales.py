@@ -335,7 +335,6 @@ def with_biases(
     """
     plan = Plan(tensors=dict(tensors))
     nodes = {n.name: n for n in graph.nodes}
-    rules = product_bounds(assignment.constraints, grids)
     biases = [(c, name, _in_accumulator(c, plan, grids[name])) for c in assignment.constraints for name in c.of("b")]
     for c, name, accumulated in biases:
         if accumulated:
@@ -351,9 +350,9 @@ def with_biases(
             q, origin = QParams(scale, torch.zeros_like(scale, dtype=torch.int32)), "input scale x weight scale"
         else:
             q = choose_qparams(values, grids[name], rule="no_clipping", axis=spec.axis)
-            q = replace(
-                q, scale=_in_bounds(name, q.scale, grids[name], [b for b in rules if name in dict(b.terms)], plan)
-            )
+            bounds = product_bounds([c for c, other, _ in biases if other == name], grids)
+            bounds = [b for b in bounds if name in dict(b.terms)]
+            q = replace(q, scale=_in_bounds(name, q.scale, grids[name], bounds, plan))
             origin = "no_clipping over the bias"
         plan.tensors[name] = tensor_plan(spec, nodes.get(spec.node), as_stored(spec, grids[name], q), origin)
     return plan.tensors

@@ -432,7 +432,8 @@ def _stack(new: NewNodes, n: Node) -> str:
 
 
 def _unstack(new: NewNodes, n: Node) -> list[str]:
-    return [new("Select", n.data, gives=new.shape(o), index=k, **n.attrs) for k, o in enumerate(n.outputs)]
+    axis = n.attrs["axis"]
+    return [new("Select", n.data, gives=new.shape(o), axis=axis, index=k) for k, o in enumerate(n.outputs)]
 
 
 # ---------------------------------------------------------------- rules by name

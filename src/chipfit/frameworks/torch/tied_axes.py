@@ -67,7 +67,8 @@ def ways(calls: Sequence[Any], axis: int = 0) -> Iterator[tuple[TiedAxes, ...]]:
     }
     first = next((p for p, s in sizes.items() if p[1] == axis and s[0] > 0), None)
     if first is None:
-        yield from [tuple(_varied(example, others, sizes, ()))] * (not axis)
+        if axis == 0:
+            yield tuple(_varied(example, others, sizes, ()))
         return
     batch = sizes[first]
     for places in _batches(first, [p for p, s in sizes.items() if s == batch], len(set(batch)) > 1):
