@@ -16,9 +16,10 @@ from tests.frameworks.keras.test_training_alike import CASES, prepare
 
 HERE = Path(__file__).parent
 OTHERS = [b for b in ("jax", "tensorflow", "torch") if b != os.environ["KERAS_BACKEND"] and find_spec(b) is not None]
-#: one of each: reading, saving, lowering, a step of training, training on, bounds in a file, export
+#: one of each: reading, types, saving, lowering, a step of training, training on, bounds in a file, export
 SELECTION = (
     "test_capture.py::test_the_graph_computes_what_the_model_computes[nested]",
+    "test_inference.py::test_what_a_model_computes_in_float64_is_read_in_float32[array]",
     "test_lower.py::test_a_file_that_another_backend_saved_computes_the_same",
     "test_lower.py::test_it_computes_what_the_engine_computes[nested]",
     "test_lower.py::test_one_step_of_training_is_the_step_that_the_engine_takes",

@@ -214,11 +214,34 @@ def test_a_program_of_another_policy_quantizes_its_models(policy, floatx, make):
     with in_float32():  # restores both
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(policy)
+        keras.utils.set_random_seed(0)
         model, x = make(), series(32).astype(floatx)
         reference = ops.convert_to_numpy(ops.cast(model(x[:4]), "float32"))
         result = quantized_like(model, x, x[:4], reference)
         assert [n for n in result.plan.rewrites if n.startswith("warning: the model computes in float")]
         assert keras.config.dtype_policy().name == policy
+
+
+#: operations between layers that compute in float64: with an array on TensorFlow, in a cast and an input everywhere
+IN_FLOAT64 = {
+    "array": (lambda x: (x - np.array([0.4, 0.5, 0.6, 0.7])) / np.array([0.2, 0.2, 0.3, 0.1]), "float32"),
+    "cast": (lambda x: ops.cast(x, "float64") * 2, "float32"),
+    "input": (lambda x: x, "float64"),
+    "input and array": (lambda x: x * np.array([0.4, 0.5, 0.6, 0.7]), "float64"),
+}
+
+
+@HAS_FLOAT64
+@pytest.mark.parametrize("case", IN_FLOAT64)
+def test_what_a_model_computes_in_float64_is_read_in_float32(case):
+    """Layers cast to float32, so such a model runs; its graph must not hand float64 to a convolution."""
+    between, dtype = IN_FLOAT64[case]
+    x, inputs = series(32), keras.Input((12, 4), dtype=dtype)
+    model = keras.Model(inputs, between(layers.Conv1D(4, 3)(between(inputs))))
+    reference = ops.convert_to_numpy(ops.cast(model(x[:4]), "float32"))
+    result = quantized_like(model, x, x[:4], reference)
+    assert {v.dtype for v in result.graph.values.values()} == {"float32"}
+    assert result.verify(x[:4]).exact
 
 
 # ---------------------------------------------------------------- a fixed batch

@@ -20,14 +20,20 @@ class Tensor(Value):
 
 
 class KerasGraphBuilder(GraphBuilder):
-    """The growing Graph. Its weights are Keras's variables and constants, each entered once."""
+    """The growing Graph. Its weights are Keras's variables and constants, each entered once.
+
+    Numbers of 64 bits, to which TensorFlow promotes floats where an operation has a NumPy array, are read in float32.
+    """
 
     def __init__(self) -> None:
         super().__init__(Graph([], [], [], {}, {}, data_format="channels_last", framework="keras"))
         self.weight_names: dict[tuple[Any, ...], str] = {}  #: (id of variable, layout, shape) -> weight
         self.references: list[Any] = []  #: symbolic tensors and variables, kept so that their ids stay theirs
+        self.has_float64 = False  #: whether something that was read is in float64
 
     def value(self, name: str, shape: Sequence[int | None], dtype: str) -> Value:
+        self.has_float64 |= dtype == "float64"
+        dtype = narrowed(dtype)
         super().value(name, shape, dtype)
         return Tensor(name, tuple(shape), dtype)
 
@@ -41,6 +47,7 @@ class KerasGraphBuilder(GraphBuilder):
             last = name or getattr(variable, "name", "constant") or "constant"
             full = self.fresh("/".join(p for p in (origin.path, last) if p))
             tensor = torch.from_numpy(keras.ops.convert_to_numpy(variable).copy())
+            tensor = tensor.float() if tensor.dtype == torch.float64 else tensor
             self.graph.weights[full] = to_canonical(layout, tensor if shape is None else tensor.reshape(shape))
             if getattr(variable, "trainable", False):
                 self.graph.trainable.add(full)
@@ -51,6 +58,11 @@ class KerasGraphBuilder(GraphBuilder):
         gone = super().forget(mark)
         self.weight_names = {k: w for k, w in self.weight_names.items() if w not in gone}
         return gone
+
+
+def narrowed(dtype: str) -> str:
+    """Return the type in which values of `dtype` are read."""
+    return "float32" if dtype == "float64" else dtype
 
 
 class KerasCall:
@@ -66,7 +78,8 @@ class KerasCall:
 
     @property
     def dtype(self) -> str:
-        return self.outputs[0].dtype
+        """Type of the first output, float32 for float64."""
+        return narrowed(self.outputs[0].dtype)
 
     def emit(
         self,
@@ -109,7 +122,7 @@ class KerasCall:
         Raises:
             Unreadable: The argument is something else.
         """
-        dtype, own = dtype or self.dtype, self.name.rpartition("/")[2]
+        dtype, own = narrowed(dtype or self.dtype), self.name.rpartition("/")[2]
         if isinstance(x, Value):
             return x.name if x.dtype == dtype else self.emit("Cast", [x], x.shape, dtype, part="cast", dtype=dtype).name
         if isinstance(x, (bool, int, float, np.number)):

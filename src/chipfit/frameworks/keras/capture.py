@@ -17,6 +17,7 @@ from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, raised_outside_chipfit
 from chipfit.frameworks.keras.backend import in_float32
+from chipfit.frameworks.keras.call import narrowed
 from chipfit.frameworks.keras.deviation import compare, outputs_of
 from chipfit.frameworks.keras.translate import Translator, functional, leaves
 from chipfit.graph.builder import Origin
@@ -25,6 +26,8 @@ from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Value
 from chipfit.graph.removed import remember_layers_without_nodes
 from chipfit.passes.layout import change_layout, keep_constant_names
+
+_READ_IN_FLOAT32 = "warning: the model computes in {}; it was read, and is simulated, in float32"
 
 
 def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
@@ -52,7 +55,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     graph = _with_open_batch(model, struct, examples, wanted) or _read(model, struct, examples)
     remember_layers_without_nodes(graph, _layer_classes(model))
     if cast:
-        graph.notes.append(f"warning: the model computes in {cast}; it was read, and is simulated, in float32")
+        graph.notes.append(_READ_IN_FLOAT32.format(cast))
     if examples:
         graph.example = tuple(x.detach() for x in leaves(examples[0]))
     for given, want in zip(examples, wanted, strict=True):
@@ -189,13 +192,13 @@ def _dtype(x: torch.Tensor) -> str:
 
 
 def _floats_as(struct: Any, given: Any) -> Any:
-    """Return an example on the CPU, floats in the types that the model declares, float32 where it declares none."""
+    """Return an example on the CPU, floats in the types in which the model's inputs are read."""
 
     def cast(x: torch.Tensor, dtype: str) -> torch.Tensor:
         x = x.cpu()  # where the graph is; Keras moves what it is given to its own device
         return x.to(getattr(torch, dtype)) if x.is_floating_point() and "float" in dtype else x
 
-    types = [kt.dtype for kt in leaves(struct)] if struct is not None else ["float32"] * len(leaves(given))
+    types = [narrowed(kt.dtype) for kt in leaves(struct)] if struct is not None else ["float32"] * len(leaves(given))
     return keras.tree.pack_sequence_as(given, [cast(x, t) for x, t in zip(leaves(given), types, strict=True)])
 
 
@@ -247,13 +250,14 @@ def _input_names(struct: Any, model: Any) -> list[str]:
 def _input(translator: Translator, name: str, symbol: Any, given: Any) -> Value:
     """Add a graph input; data of another type than the model declares are cast, as Keras does."""
     builder = translator.builder
-    dtype = _dtype(given) if isinstance(given, torch.Tensor) else symbol.dtype
-    dtype = symbol.dtype if "float" in dtype and "float" in symbol.dtype else dtype
+    declared = narrowed(symbol.dtype)
+    dtype = narrowed(_dtype(given)) if isinstance(given, torch.Tensor) else declared
+    dtype = declared if "float" in dtype and "float" in declared else dtype
     value = builder.value(name, symbol.shape, dtype)
     builder.graph.inputs.append(name)
-    if dtype == symbol.dtype:
+    if dtype == declared:
         return value
-    attrs, outs = {"dtype": symbol.dtype}, [(value.shape, symbol.dtype)]
+    attrs, outs = {"dtype": declared}, [(value.shape, declared)]
     return builder.emit(Origin(), f"{name}_cast", "Cast", [name], attrs, outs)[0]
 
 
@@ -271,6 +275,7 @@ def _finish(translator: Translator, results: Any, struct: Any, names: Sequence[s
     args, kwargs = ((), dict.fromkeys(names, 0)) if by_name else ((0,) * len(names), {})
     graph.in_spec = dump_call(args, kwargs, () if by_name else names, packed=packed)
     graph.notes += translator.notes
+    graph.notes += [_READ_IN_FLOAT32.format("float64")] if translator.builder.has_float64 else []
     drop_dead(graph)
     graph.drop_empty_layers()
     check(graph, blame="capture")

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from chipfit.frameworks.keras import padding as paddings
-from chipfit.frameworks.keras.call import KerasCall
+from chipfit.frameworks.keras.call import KerasCall, narrowed
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, SLOPES
 from chipfit.frameworks.reading import Unreadable, per_axis
 from chipfit.graph.einsum import as_product
@@ -728,7 +728,7 @@ def _classes(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> 
     numbers = np.arange(n).reshape([n if k == axis else 1 for k in range(rank)])
     column = r.emit("Unsqueeze", [x], (*x.shape[:axis], 1, *x.shape[axis:]), x.dtype, "column", axes=(axis,))
     same = r.emit("Equal", [column, r.operand(numbers, x.dtype)], shape, "bool", "same")
-    dtype = r.op.dtype or r.dtype  # Keras gives the type of multi_hot's operand as that of its result
+    dtype = narrowed(r.op.dtype or r.dtype)  # Keras gives the type of multi_hot's operand as that of its result
     return r.emit("Cast", [same], shape, dtype, part=part, dtype=dtype)
 
 
