@@ -32,15 +32,16 @@ class QuantizedProgram(nn.Module):
 
     def _add_weight(self, name: str, w: Tensor) -> None:
         """Add a weight as integers with scales, and in float for those that read it before its quantizer."""
-        stored, key, w = self.plan.stored(name), self.names[name], w.contiguous()
+        # a kernel of one position counts as contiguous with the strides of channels last, too, and its results get them
+        stored, key, w = self.plan.stored(name), self.names[name], w.clone(memory_format=torch.contiguous_format)
         if stored is None or any(v == name for v, _ in self.plan.float_edges):
-            self.register_buffer(key, w.clone())
+            self.register_buffer(key, w)
         if stored is None:
             return
         if self.plan.tensors[name].role == "bias":
             self.register_buffer(f"{key}_b", stored.dequantize(stored.quantize(w)))
             return
-        self.register_buffer(f"{key}_q", stored.quantize(w).to(torch.int8).contiguous())
+        self.register_buffer(f"{key}_q", stored.quantize(w).to(torch.int8))
         if stored.scale.dim():
             self.register_buffer(f"{key}_s", stored.scale.clone())
             self.register_buffer(f"{key}_z", stored.zero_point.long())
