@@ -100,6 +100,7 @@ def _tflite(path: Path) -> Run:
     entries, ends = interpreter.get_input_details(), interpreter.get_output_details()
 
     def run(x: Sample) -> list[np.ndarray]:
+        interpreter.reset_all_variables()  # of recurrent layers
         for entry, part in zip(entries, x, strict=True):
             if tuple(entry["shape"]) != part.shape and tuple(entry["shape"]) == _last(part.shape):
                 part = part.transpose(0, 2, 3, 1)

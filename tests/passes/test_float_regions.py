@@ -360,6 +360,12 @@ def test_two_operators_in_a_row_are_decided_together():
     assert Paper(*rows, outputs="f", modes={"k": WHOLE, "j": BOTH}).labels() == {"k": "codes", "j": "float"}
 
 
+def test_a_network_of_thousands_of_kernels_has_a_cut():
+    rows = [(f"k{j}", "int", f"k{j - 1}" if j else "x") for j in range(2000)]
+    labels = Paper(*rows, outputs="k1999", modes={f"k{j}": BOTH for j in range(2000)}).labels()
+    assert {*labels.values()} == {"codes", "float"} and labels["k1999"] == "float"
+
+
 def test_the_noise_of_a_stored_value_costs_a_thousand_conversions(monkeypatch):
     """A value of noise n costs 1000 n more for each of its numbers where it is stored in codes."""
     for noise, label in ((0.9e-3, "codes"), (1.1e-3, "whole")):

@@ -38,8 +38,8 @@ PRODUCT_COST = 1 / 64
 _CONVERSIONS = 2
 #: cost of a float output, which keeps a kernel in integers where both labels cost the same otherwise
 _TIE = 1e-3
-#: largest capacity that is passed to the maximum flow, which adds capacities in 32 bits
-_LARGEST = 1 << 20
+#: largest capacity that is passed to the maximum flow, and largest sum of them: it adds in 32 bits
+_LARGEST, _SUM = 1 << 20, 1 << 30
 INTEGER, FLOAT = 0, 1  #: source and sink of the flow
 
 _DOC = "output of kernels that can output integers or floats, instead of what is cheapest and most exact"
@@ -196,7 +196,8 @@ class Cut:
     def _integer_side(self) -> set[int]:
         """Return the nodes on the source's side of the minimum cut."""
         finite = [c for c in self._capacity.values() if c < math.inf]
-        total, unit = sum(finite), _LARGEST / max(finite)
+        total = sum(finite)
+        unit = min(_LARGEST / max(finite), _SUM / total)
         amounts = np.array([max(1, round(min(c, total) * unit)) for c in self._capacity.values()], np.int32)
         ends = tuple(np.array(end, np.int32) for end in zip(*self._capacity, strict=True))
         network = csr_array((amounts, ends), shape=(2 + len(self._number),) * 2)

@@ -38,17 +38,17 @@ def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
     where it does not compute their operand either: it rounds their result alone, which may need fewer bits than their
     operand. So do steps whose factors or addends would make the rounding of weights cost more.
     """
-    graph, notes = graph.copy(), list[str]()
+    graph, notes, folded = graph.copy(), list[str](), list[Node]()
+    readers, makers = Readers(graph), graph.producers()
     for layer in [n for n in graph.nodes if is_linear(graph, n) and n.op not in TRANSPOSED]:
-        readers, makers = Readers(graph), graph.producers()
         steps, (k, c) = _steps(readers, makers, layer, in_integers)
         if not steps or readers.why_fixed(layer):
             continue
         fold_into(graph, layer, k, c)
-        graph = without_steps(graph, steps)
+        folded += steps  # that no other layer reads
         names = ", ".join(dict.fromkeys(f"'{n.display_name}'" for n in steps))
         notes.append(f"folded {names} into '{layer.display_name}'")
-    return Rewritten(graph, notes)
+    return Rewritten(without_steps(graph, folded), notes)
 
 
 def fold_into(graph: Graph, layer: Node, k: torch.Tensor, c: torch.Tensor) -> None:
@@ -168,7 +168,9 @@ def folds(
 
 
 def without_steps(graph: Graph, steps: Sequence[Node]) -> Graph:
-    """Return a graph without steps, the last one first: what read the result of one reads its operand."""
-    for n in steps:
-        graph = replace_values(graph, {n.output: graph.activations(n)[0]})
-    return graph
+    """Return a graph without steps: what read the result of one reads its operand, before the steps in a row."""
+    operands = {n.output: graph.activations(n)[0] for n in steps}
+    for result in operands:
+        while (before := operands.get(operands[result])) is not None:
+            operands[result] = before
+    return replace_values(graph, operands)

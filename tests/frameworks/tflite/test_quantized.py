@@ -125,21 +125,41 @@ def written(tmp_path, **options):
     return result.export(tmp_path / "m.tflite", **options), data[0].permute(0, 2, 3, 1)
 
 
-def test_names_of_constants_do_not_decide_what_they_are(tmp_path):
-    file, x = written(tmp_path)
+def edited(file, change, path):
+    """Write a file after a change of its main graph."""
     table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
-    tensors = table.subgraphs[0].tensors
-    sums = [t for t in tensors if t.type == schema.TensorType.INT32 and t.quantization]
-    sizes = [t for t in tensors if t.type == schema.TensorType.INT32 and not t.quantization]
-    assert len(sums) == 2 and sizes
-    for names, found in (("Const Const_2_3", sums), ("Const_1 Const_t1 Const_7", sizes)):
-        for name, t in zip(names.split(), found, strict=False):
-            t.name = name.encode()
+    change(table.subgraphs[0])
     builder = flatbuffers.Builder(1 << 16)
     builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
-    (tmp_path / "named.tflite").write_bytes(builder.Output())
-    found = chipfit.verify_file(tmp_path / "named.tflite", [x])
+    path.write_bytes(builder.Output())
+    return path
+
+
+def test_names_of_constants_do_not_decide_what_they_are(tmp_path):
+    file, x = written(tmp_path)
+
+    def rename(graph):
+        sums = [t for t in graph.tensors if t.type == schema.TensorType.INT32 and t.quantization]
+        sizes = [t for t in graph.tensors if t.type == schema.TensorType.INT32 and not t.quantization]
+        assert len(sums) == 2 and sizes
+        for names, found in (("Const Const_2_3", sums), ("Const_1 Const_t1 Const_7", sizes)):
+            for name, t in zip(names.split(), found, strict=False):
+                t.name = name.encode()
+
+    found = chipfit.verify_file(edited(file, rename, tmp_path / "named.tflite"), [x])
     assert found.exact and found.integers, str(found)
+
+
+def test_a_linear_layer_may_read_images_without_a_reshape(tmp_path):
+    file, x = written(tmp_path)
+
+    def join(graph):
+        at = next(k for k, op in enumerate(graph.operators) if graph.tensors[op.outputs[0]].shape.tolist() == [1, 180])
+        reshape, linear = graph.operators.pop(at), graph.operators[at]
+        linear.inputs = np.array([reshape.inputs[0], *linear.inputs[1:]])
+
+    found = chipfit.verify_file(edited(file, join, tmp_path / "joined.tflite"), [x])
+    assert found.exact and not found.float_operators, str(found)
 
 
 @pytest.mark.parametrize("io", ["float", "int8"])

@@ -131,12 +131,12 @@ class Translator:
         if kind in ("Shape", "Size"):
             return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
         numbers = [x is None or bool(x.numbers and not x.name) for x in inputs]
-        known = all(numbers) and kind not in _RANDOM and node.op_type not in CONTROL_FLOW
+        plain = node.op_type not in CONTROL_FLOW  # nodes inside control flow are checked one by one
         try:
             check_attributes(node)
-            if any(numbers) or not inputs:
+            if plain and (any(numbers) or not inputs):
                 self.check(node, inputs)
-            if known and (found := self.folded(node, inputs)) is not None:
+            if plain and all(numbers) and kind not in _RANDOM and (found := self.folded(node, inputs)) is not None:
                 return found
             return self.read(node)
         except (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError) as e:
