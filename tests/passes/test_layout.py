@@ -283,9 +283,11 @@ def test_a_transposition_of_the_models_own_stays_where_it_stores_other_numbers(s
     conv, moved = node("y = Conv2D(x, w)", CONV, name="c"), node("z = Transpose(y)", {"perm": (0, 2, 3, 1)}, name="t")
     shapes = dict.fromkeys("xy", (None, 3, 4, 5)) | dict.fromkeys("zo", (None, 4, 5, 3))
     graph = graph_of(conv, moved, node("o = Relu(z)", name="r"), weights=KERNEL, shapes=shapes)
-    new, _ = apply_layout(graph, plan(edges, x=0.5, **scales), "channels_last")
-    assert ("t" in [n.name for n in new.graph.nodes]) is stays
-    assert [n.op for n in new.graph.nodes if n.name in "cr"] == ["Conv2D", "Relu"]
+    planned = plan(edges, x=0.5, **scales)
+    for groups, kept in (((), stays), ((("c", "t"),), True)):  # a kernel that transposes stores what it outputs
+        new, _ = apply_layout(graph, replace(planned, groups=groups), "channels_last")
+        assert ("t" in [n.name for n in new.graph.nodes]) is kept
+        assert [n.op for n in new.graph.nodes if n.name in "cr"] == ["Conv2D", "Relu"]
 
 
 def image_of_one_channel():

@@ -71,6 +71,7 @@ def apply_layout(graph: Graph, plan: Plan, target: str, *, change_io: bool = Fal
     read_in_float = {v for v, _ in plan.float_edges}  # these hold more than their operand in another order
     moved = [n for n in graph.nodes if n.op in ("Transpose", "Reshape") and n.data in graph.values]
     kept_transposes = {n.name for n in moved if n.output in read_in_float or not same_numbers(plan, n.data, n.output)}
+    kept_transposes |= {name for group in plan.groups for name in group}  # what a kernel outputs, moved, is stored
     new = change_layout(graph, target, plan.float_edges, kept_transposes, change_io=change_io)
     tensors, nodes = dict(plan.tensors), dict(plan.nodes)
     made = new.graph.producers()

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("ai_edge_litert")
 import flatbuffers
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.errors import CaptureError
+from chipfit.frameworks.tflite.capture import capture
 from chipfit.frameworks.tflite.model import TfliteModel
 
 HUGE = 1 << 30
@@ -122,3 +124,8 @@ def test_a_negative_radius_is_refused():
 )
 def test_a_subgraph_that_calls_itself_is_refused(kind, inputs, options):
     refused(file_of(kind, inputs, **options), "subgraph of the file calls itself")
+
+
+def test_a_file_that_computes_a_scalar_is_read():
+    graph = capture(TfliteModel(file_of("RELU", ["x"], x=())), (torch.tensor(2.0),))
+    assert [n.op for n in graph.nodes] == ["Relu"] and any("computes 1 samples together" in n for n in graph.notes)

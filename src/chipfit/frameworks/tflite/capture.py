@@ -33,7 +33,7 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
         hint = "convert the model without control flow"
         raise CaptureError(f"The control flow {loops[0]} has no reader", where=model.where, hint=hint)
     given = _inputs(model, args, kwargs or {})
-    first = [x[: t.shape[0] if t.shape else 1] for t, x in zip(model.inputs, given, strict=True)]
+    first = [x[: t.shape[0] if t.shape else 1] if x.dim() else x for t, x in zip(model.inputs, given, strict=True)]
     two = [torch.cat((x[:1], x[-1:])) for x in given] if model.opens else []
     with model.session():  # which ends before weights are read, so that they are not in memory twice
         wanted = _run(model, first)
@@ -41,8 +41,8 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
         each = [_run(model, [x[k : k + 1] for x in two], model.streams and k > 0) for k in range(2 if two else 0)]
     with model.content.opened():
         graph = (_opened(model, facts, two, each) if two else None) or _read(model, facts, open_batch=False)
-    if graph.shape(graph.inputs[0])[:1] != (None,):
-        graph.notes.append(f"{FIXED_BATCH}: the file computes {graph.shape(graph.inputs[0])[0]} samples together")
+    if (rows := graph.shape(graph.inputs[0])[:1]) != (None,):
+        graph.notes.append(f"{FIXED_BATCH}: the file computes {rows[0] if rows else 1} samples together")
     found = None if model.requantize else first_deviation(graph, first, wanted)
     if found is not None:
         what = "The graph that was read from the file computes something else than LiteRT"
