@@ -258,6 +258,16 @@ def test_a_rearranged_constant_has_the_numbers_of_the_one_that_the_user_knows(sc
     assert (copy in after.tensors) is (scale is not None) and same_numbers(after, copy, "shift")
 
 
+@pytest.mark.parametrize("shape", [(3, 1, 1), (1, 3, 1, 1)])
+def test_a_rearranged_constant_has_its_scales_along_the_axis_that_moved(shape):
+    conv, weights = node("y = Conv2D(x, w)", CONV, name="c"), {**KERNEL, "shift": torch.ones(shape)}
+    graph = graph_of(conv, node("z = Add(y, shift)", name="t"), weights=weights, shape=(None, 3, 4, 4))
+    scales = stored([0.5, 0.25, 0.125], axis=shape.index(3))
+    new, after = apply_layout(graph, plan_of(x=stored(), y=stored(), shift=scales), "channels_last")
+    copy = next(i for i, (source, _) in new.copies.items() if source == "shift")
+    assert new.graph.weights[copy].shape == (1, 1, 1, 3) and after.tensors[copy].axis == 3
+
+
 def test_inputs_are_held_rearranged_only_if_inputs_and_outputs_may_change():
     def ops(**how: bool) -> list[str]:
         return kinds(apply_layout(one_convolution(), plan(x=0.5, y=0.5), "channels_last", **how)[0].graph)

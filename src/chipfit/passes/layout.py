@@ -75,10 +75,13 @@ def apply_layout(graph: Graph, plan: Plan, target: str, *, change_io: bool = Fal
     new = change_layout(graph, target, plan.float_edges, kept_transposes, change_io=change_io)
     tensors, nodes = dict(plan.tensors), dict(plan.nodes)
     made = new.graph.producers()
-    for name, (source, _) in new.copies.items():
+    for name, (source, layout) in new.copies.items():
         quantized = plan.quantized(source) and (source, name) not in new.float_edges
         if quantized:
-            tensors[name] = plan.tensors[source].with_(name=name)
+            t = plan.tensors[source].with_(name=name)
+            if t.axis is not None and source in graph.weights:  # a constant, which got leading axes of size 1
+                t = t.with_(axis=layout.index(t.axis + len(layout) - graph.weights[source].dim()))
+            tensors[name] = t
         if n := made.get(name):
             nodes[name] = NodePlan(name=name, op=n.op, layer=n.display_name, exec="follow" if quantized else "float")
     return new, replace(plan, tensors=tensors, nodes=nodes, float_edges=plan.float_edges | frozenset(new.float_edges))
