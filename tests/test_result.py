@@ -62,6 +62,18 @@ def test_the_model_is_built_once(result):
 
 
 @pytest.mark.parametrize(
+    "first", [lambda r: r.verify([(DATA[0], torch.zeros(8, dtype=torch.long))]), lambda r: r.model]
+)
+def test_a_model_that_an_evaluation_is_the_first_to_use_can_train(first):
+    """Labels need the model's outputs; tensors that are made in inference mode have no gradients."""
+    result = fit()
+    with torch.inference_mode():
+        first(result)
+    result.model(DATA[0]).sum().backward()
+    assert all(p.grad is not None for n, p in result.model.named_parameters() if n.endswith("weight"))
+
+
+@pytest.mark.parametrize(
     "drawing, use",
     [
         ("chipfit.result.lower", lambda r, folder: r.model),

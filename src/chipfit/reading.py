@@ -8,7 +8,7 @@ from torch import Tensor
 
 from chipfit.calibration.data import Call, SizeMismatch, call_of, first_rows, split_label
 from chipfit.calibration.input_errors import example_rows, explain_error, refuse_one_sample
-from chipfit.calibration.signature import is_optional
+from chipfit.calibration.signature import is_optional, optional_labels
 from chipfit.engine.trees import batch_axes
 from chipfit.errors import CaptureError, ChipfitError, RefusedCall
 from chipfit.files import wrap_read_errors
@@ -50,8 +50,16 @@ def read_model(
 
 
 def _without_label(model: Any, calls: Sequence[Call]) -> Graph:
-    """Capture a model by batches, without a last item that it need not have and that it refuses or does not read."""
+    """Capture a model by batches without labels: named ones, or a last item that it refuses or does not read.
+
+    It must be possible to call the model without them.
+    """
     args, kwargs = calls[0]
+    if named := optional_labels(model, kwargs):
+        try:
+            return _of_few_rows(model, [(a, {n: x for n, x in k.items() if n not in named}) for a, k in calls])
+        except CaptureError:  # the model makes other inputs from them, as some decoders do
+            pass
     optional = len(args) > 1 and not kwargs and is_optional(model, len(args))
     try:
         graph = _of_few_rows(model, calls)

@@ -211,7 +211,7 @@ def test_named_inputs_need_no_order_and_a_label_has_its_usual_names():
     graph = capture(SUM, (), {"b": torch.ones(2, 5), "a": torch.ones(2, 3)})
     a, b = torch.randn(4, 3), torch.randn(4, 5)
     want = [x.tolist() for x in split_label({"a": a, "b": b}, graph)[0]]
-    for name in ("labels", "label", "y"):
+    for name in ("labels", "label", "target", "y"):
         flat, label = split_label({name: LABEL, "b": b, "a": a}, graph)
         assert [x.tolist() for x in flat] == want and label.tolist() == LABEL.tolist()
     flat, label = split_label({"id": LABEL, "b": b, "a": a}, graph)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from chipfit.calibration.input_errors import LABELS, axes_differ, fixed_batch, wrong_layout
-from chipfit.calibration.signature import expected_inputs, is_optional, names_label
+from chipfit.calibration.signature import LABEL_NAMES, expected_inputs, is_optional, names_label
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import dtype_of
@@ -280,11 +280,11 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     if kwargs and not spec["kwargs"] and spec["args"] == 1 and not known & set(kwargs):
         args, kwargs = (dict(kwargs),), {}  # the model takes one dict
     elif known & set(kwargs):
-        label = next((kwargs[k] for k in ("labels", "label", "y") if k in kwargs and k not in known), None)
+        label = next((kwargs[k] for k in (*LABEL_NAMES, "y") if k in kwargs and k not in known), None)
         kwargs = {k: v for k, v in kwargs.items() if k in known}
     elif args and not spec["args"] and len(spec["kwargs"]) == 1:
         args, kwargs = args[1:], {spec["kwargs"][0]: args[0]}
-    if len(args) == spec["args"] + 1:
+    if len(args) == spec["args"] + 1 and (spec["args"] or kwargs):
         *rest, label = args
         args = tuple(rest)
     if len(args) > spec["args"] > 0:

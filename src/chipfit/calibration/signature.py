@@ -1,10 +1,11 @@
 """The inputs that a model takes, by its signature."""
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 #: names of optional arguments that hold labels, from which the model computes a loss
-_LABELS = "label labels target targets".split()
+LABEL_NAMES = "label labels target targets".split()
 
 
 def expected_inputs(model: Any) -> int | None:
@@ -29,7 +30,17 @@ def is_optional(model: Any, count: int) -> bool:
 def names_label(model: Any, count: int) -> bool:
     """Return whether the name of the last of `count` positional arguments is that of a label."""
     parameters = _positional(model) or []
-    return count <= len(parameters) and parameters[count - 1].name in _LABELS
+    return count <= len(parameters) and parameters[count - 1].name in LABEL_NAMES
+
+
+def optional_labels(model: Any, names: Iterable[str]) -> set[str]:
+    """Return those of the named arguments of a PyTorch model that hold labels and need not be given."""
+    parameters = {p.name: p for p in _positional(model) or []}
+    return {
+        n
+        for n in names
+        if n in LABEL_NAMES and n in parameters and parameters[n].default is not inspect.Parameter.empty
+    }
 
 
 def _positional(model: Any) -> list[inspect.Parameter] | None:

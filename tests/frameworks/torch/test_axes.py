@@ -61,6 +61,18 @@ class Careless(Loss):
         return self.net(x)
 
 
+class Shifted(nn.Module):
+    """A decoder that reads its labels, one place later, if it is given nothing else to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, ids, read=None, labels=None):
+        read = F.pad(labels[:, :-1], (1, 0), value=2) if read is None else read
+        return self.out(self.words(ids).mean(1, keepdim=True) + self.words(read))
+
+
 def images():
     return torch.randn(4, 3, 8, 8), torch.randint(0, 100, (4,))
 
@@ -92,6 +104,18 @@ def test_the_signature_and_the_call_decide_what_is_a_label(model, make, inputs):
     with torch.no_grad():
         assert near(result.model(*new), network(*new))
     assert result.verify([make()]).sound
+
+
+@pytest.mark.parametrize(("model", "inputs"), [(Loss, ["x"]), (Shifted, ["ids", "labels"])])
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+def test_named_labels_are_left_out_where_the_model_runs_without_them(model, inputs, platform):
+    torch.manual_seed(0)
+    x, y = labelled()
+    ids = torch.randint(0, 50, (16, 6))
+    data = [{"x": x, "targets": y} if model is Loss else {"ids": ids, "labels": ids}] * 2
+    result = quantized(model().eval(), data, platform)
+    assert result.graph.inputs == inputs and result.verify(data).exact
+    assert result.verify([x]).exact if model is Loss else True  # one input needs no name
 
 
 class Recurrent(nn.Module):
