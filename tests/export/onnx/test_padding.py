@@ -52,3 +52,10 @@ def test_padding_adds_to_that_of_the_convolution(tmp_path):
     result = chipfit.quantize(model, [data], progress=False)
     (conv,) = [n for n in onnx.load(result.export(tmp_path / "m.onnx")).graph.node if n.op_type == "Conv"]
     assert list({a.name: a for a in conv.attribute}["pads"].ints) == [1, 3, 2, 2] and result.verify([data]).exact
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+def test_integers_are_padded_with_an_integer(platform):
+    net = build.model_of(lambda m, ids: m.words(F.pad(ids[:, :-1], (1, 0), value=1)), words=nn.Embedding(20, 8))
+    ids = torch.arange(20).view(4, 5)
+    assert build.quantized(net, ids, platform).verify(ids).exact

@@ -316,7 +316,8 @@ def _top_k(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
 def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}[n.attrs["mode"]]
     ends = w.const(_ints(*onnx_attribute(n.attrs["padding"])))
-    value = w.const(np.float32(n.attrs["value"])) if mode == "constant" else None
+    dtype = np.float32 if w.graph.is_float(n.data) else w.graph.values[n.data].dtype
+    value = w.const(np.asarray(n.attrs["value"], dtype)) if mode == "constant" else None
     return w.op("Pad", [x[0], ends, value], mode=mode)
 
 

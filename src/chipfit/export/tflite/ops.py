@@ -654,7 +654,8 @@ def _pad(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         stored = w.plan[n.data]
         w.op("PADV2", [*ins, _quantized(w, n, stored.quantize(torch.tensor(float(n.attrs["value"]))).numpy())], y)
     else:
-        w.op("PADV2", [*ins, w.scalar(n.attrs["value"])], y)
+        dtype = np.float32 if w.graph.is_float(n.data) else w.graph.values[n.data].dtype
+        w.op("PADV2", [*ins, w.constant(np.array(n.attrs["value"], dtype))], y)
 
 
 def _resize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
