@@ -91,13 +91,16 @@ def drawn(path: Path, entries: Sequence[Entry], count: int) -> dict[str, np.ndar
     sizes = next((s for part, s in OPEN.items() if part in path.name), ())
     for name, shape, dtype in entries:
         left, kind = iter(sizes), np.dtype(dtype)
-        full = [d if d else (count if k == 0 else next(left, 16)) for k, d in enumerate(shape)]
+        rows = range(2 if name in ("h", "c", "state") else 1)  # [layers, samples, features]
+        full = [d if d else (count if k in rows else next(left, 16)) for k, d in enumerate(shape)]
         full[:1] = [count] if shape and one_by_one(entries) else full[:1]
         limits = np.iinfo(kind.str) if kind.kind in "iu" else None
         if name == "sr":
             out[name] = np.array(16000, kind)
         elif kind.kind == "b" or "mask" in name or "type" in name:
             out[name] = np.full(full, "type" not in name, kind)
+        elif "length" in name:
+            out[name] = np.full(full, 16, kind)
         elif limits is not None:
             low = max(limits.min, -100) if kind.itemsize == 1 else 0
             out[name] = np.asarray(rng.integers(low, min(limits.max, 20) + 1, full), kind)
@@ -137,7 +140,7 @@ def off(play: Callable[[Any], list[np.ndarray]], model: Any, inputs: dict[str, n
     from chipfit.graph.ir import FIXED_BATCH
 
     example = tuple(map(torch.from_numpy, inputs.values()))
-    graph = capture(model, (example if len(example) > 1 else example[0],))
+    graph = capture(model, example)
     named = dict(zip(graph.inputs, example, strict=True)) | dict(zip(inputs, example, strict=True))
     calls = [[named[n] for n in graph.inputs]]
     parts = [[x[k : k + 1] if x.dim() else x for x in example] for k in range(len(example[0]))] if single else [example]

@@ -74,6 +74,37 @@ def test_a_file_of_onnx_runtimes_quantizer_is_quantized_again(tmp_path, make, ki
     assert result.verify(data[:1]).exact
 
 
+def test_layers_in_a_row_that_quantize_at_run_time_are_compared(tmp_path):
+    weights = {f"{k}{n}": drawn(2, *size, seed=n) for n in (6, 16) for k, size in (("W", (32, n)), ("R", (32, 8)))}
+    lstms = [("x", "6", "a"), ("c", "16", "y")]
+    first, second = (
+        helper.make_node("LSTM", [i, f"W{n}", f"R{n}"], [o], name=o, hidden_size=8, direction="bidirectional")
+        for i, n, o in lstms
+    )
+    turn = helper.make_node("Transpose", ["a"], ["b"], perm=(0, 2, 1, 3))
+    merge = helper.make_node("Reshape", ["b", "sizes"], ["c"])
+    weights["sizes"] = np.array([10, 1, 16])
+    file = saved(
+        tmp_path / "net.onnx", [first, turn, merge, second], weights, ({"x": [10, 1, 6]}, {"y": [10, 2, 1, 8]})
+    )
+    check = chipfit.verify_file(quantized(file, False), [torch.from_numpy(drawn(10, 1, 6))])
+    assert check.exact and [o.name for o in check.outputs if o.inner] == ["x/turned", "a_stack"], str(check)
+
+
+def test_an_output_of_indices_stays_one_without_quantizers(tmp_path):
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("ArgMax", ["a"], ["y"], axis=1, keepdims=0),
+    ]
+    file = saved(tmp_path / "net.onnx", nodes, {"w": drawn(6, 8)}, ({"x": [10, 6]}, {"y": [10]}))
+    model = onnx.load(file)
+    model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
+    onnx.save(model, file)
+    again = chipfit.load_model(quantized(file, False), requantize=True)
+    graph, x = capture(again, [torch.from_numpy(drawn(10, 6))]), torch.from_numpy(drawn(10, 6, seed=1))
+    assert run(graph, [x])[graph.outputs[0]].tolist() == (x.numpy() @ drawn(6, 8)).argmax(1).tolist()
+
+
 def embedding(path):
     rows = {"words": drawn(20, 16), "places": drawn(8, 16, seed=1), "kinds": drawn(2, 16, seed=2)}
     weights = rows | {"gamma": np.ones(16, "f4"), "beta": drawn(16, seed=3), "w": drawn(16, 48), "b": drawn(48, seed=4)}

@@ -360,7 +360,11 @@ class _QuantizedTranslator(Translator):
         graph = self.builder.graph
         live = {**graph.values, **graph.weights}
         names = {t: f"{v}/float" if t in self.unfolded else f"{v}_q" for v, t in self.tensors.items() if v in live}
-        inner = {n.data for n in graph.nodes if n.op == DYNAMIC and n.data not in graph.inputs}
+        inner, makers = {n.data for n in graph.nodes if n.op == DYNAMIC}, graph.producers()
+        for value in [*inner]:  # and those that hold the same numbers in another order
+            while value in makers and makers[value].op in ("Transpose", "Reshape"):
+                inner.add(value := makers[value].data)
+        inner -= {*graph.inputs}
         for tensor, x in self.builder.env.items():
             own = tensor in computed and tensor not in self.form.made
             if x.name in inner and own and tensor not in names and x.name not in names.values():

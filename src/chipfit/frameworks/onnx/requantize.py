@@ -34,6 +34,6 @@ def float_network(model: OnnxModel) -> OnnxModel:
         n.input[:] = [names.get(i, i) for i in n.input]
         if n.op_type in _QUANTIZERS:
             n.op_type, n.domain = "Identity", ""
-    for v in proto.graph.output:  # floats in place of integers
+    for v in (v for v in proto.graph.output if v.name in form.taken):  # floats in place of integers
         v.type.CopyFrom(onnx.TypeProto(tensor_type=onnx.TypeProto.Tensor(elem_type=onnx.TensorProto.FLOAT)))
     return OnnxModel.of_proto(proto, model.where)
