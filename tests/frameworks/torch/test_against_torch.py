@@ -304,7 +304,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d", *(f"{k}_cell" for k in _RECURRENT))
 #: read as several operators
 _LAST_BIT += "var", "std", "var_mean", "std_mean", "logsumexp", "lerp", "log1p", "expm1", "log_sigmoid"
-_LAST_BIT += "cosine_similarity", "linalg_vector_norm", "pairwise_distance", "cdist"
+_LAST_BIT += "logaddexp", "cosine_similarity", "linalg_vector_norm", "pairwise_distance", "cdist"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -515,7 +515,7 @@ ONE_VALUE = {
     ("cosine_similarity", "Clamp", "max"): "lengths have a lower bound only",
     ("cosine_similarity", "ReduceL2", "keepdims"): "operands are divided by it",
     ("cosine_similarity", "Sum", "keepdims"): "PyTorch has no other",
-    **{("log1p", "Softplus", k): "PyTorch has no other" for k in ("beta", "threshold")},
+    **{(f, "Softplus", k): "PyTorch has no other" for f in ("log1p", "logaddexp") for k in ("beta", "threshold")},
     **{("logsumexp", op, "keepdims"): "operands are compared with it" for op in ("ReduceMax", "Sum")},
     ("index", "GatherElements", "axis"): "the first axis behind the samples",
     ("scaled_dot_product_attention", "SDPA", "enable_gqa"): "copies are made before it",
@@ -566,6 +566,7 @@ TOLD_BY_THE_RESULT = {
     "cumsum": "dtype",
     "cdist": "compute_mode",
     "dropout": "train",
+    "rrelu": "generator",
     "to": "dtype device layout pin_memory non_blocking copy memory_format other",
 }
 

@@ -310,6 +310,22 @@ def _celu(c: TorchCall) -> Any:
     return c.emit("Mul", [bent, c.builder.scalar(c.node.name, alpha, c.result)])
 
 
+@reads("rrelu")
+def _random_slope(c: TorchCall) -> Any:
+    """Read a leaky ReLU whose slope is random while it trains, and the middle of its range afterwards."""
+    if c.static("training"):
+        raise Unreadable
+    return c.emit("LeakyRelu", [c.value("self")], negative_slope=(c.static("lower") + c.static("upper")) / 2)
+
+
+@reads("logaddexp")
+def _log_add_exp(c: TorchCall) -> Any:
+    """Read log(exp(a) + exp(b)) as max(a, b) + softplus(-|a - b|)."""
+    a, b, like = c.cast_to_result("self"), c.cast_to_result("other"), c.result
+    gap = c.step("Neg", [c.step("Abs", [c.step("Sub", [a, b], like)], like)], like)
+    return c.emit("Add", [c.step("Max", [a, b], like), c.step("Softplus", [gap], like, beta=1.0, threshold=20.0)])
+
+
 # ---------------------------------------------------------------- pooling and reduction
 
 
