@@ -167,11 +167,15 @@ class RegistrationError(ChipfitError):
 
 
 class UnknownNameError(ChipfitError):
-    """A name does not exist; the message lists similar names to try, or else the names that exist."""
+    """A name does not exist; the message lists similar names to try, or else the names that exist.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, hint: str = "") -> None:
+    Args:
+        near: names to try before those that are spelled alike.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, near: Iterable[str] = (), hint: str = "") -> None:
         name, known = str(name), sorted(map(str, known))  # users and files give any type
-        self.near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+        self.near = list(dict.fromkeys([*near, *difflib.get_close_matches(name, known, n=5, cutoff=0.5)]))[:5]
         more = "" if len(known) <= 12 else f" and {len(known) - 12} more"
         allowed = None if self.near else ", ".join(map(repr, known[:12])) + more or "none is defined"
         hint = "; ".join(filter(None, [" or ".join(map(repr, self.near)), hint]))

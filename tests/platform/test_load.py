@@ -132,7 +132,17 @@ def test_the_line_is_the_line_of_the_mistake(tmp_path):
         load(write(tmp_path, GOOD.replace("w8: {bits: 8, range", "w8: {bits: 8, rang")))
 
 
-@pytest.mark.parametrize("name, near", [("ort_cpy", "ort_cpu"), ("ort_cpu@VNN", "VNNI")])
+@pytest.mark.parametrize(
+    "name, near",
+    [
+        ("ort_cpy", "ort_cpu"),
+        ("ort_cpu@VNN", "VNNI"),
+        ("onnxruntime", "Try: 'ort_cpu'"),  # words of titles
+        ("tensorflow-lite", "tflite_int8"),
+        ("STM32", "st_edge_ai"),
+        ("", "There is no platform named ''"),
+    ],
+)
 def test_an_unknown_platform_or_revision_lists_near_names(name, near):
     with pytest.raises(UnknownNameError, match=near):
         load(name)

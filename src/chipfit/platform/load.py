@@ -74,7 +74,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
         platform = _read(YamlFile(path, text), path.parent)
     else:
         hint = "`chipfit platforms list`, or give the path of a YAML file"
-        raise UnknownNameError("platform", text, names(), hint=hint)
+        raise UnknownNameError("platform", text, names(), near=_about(text), hint=hint)
     return _select(platform, arch)
 
 
@@ -127,6 +127,13 @@ def _builtin_file(file: str) -> YamlFile:
     return YamlFile(_BUILTIN / file, file)
 
 
+def _about(word: str) -> list[str]:
+    """Return the built-in platforms whose name or title holds a word, such as the name of a runtime or a maker."""
+    titles = {n: re.search(r"^title:.*", (_BUILTIN / f"{n}.yaml").read_text("utf-8"), re.M) for n in names()}
+    letters = {n: [re.sub(r"\W|_", "", x).lower() for x in (n, t[0] if t else "")] for n, t in titles.items()}
+    return [n for n in names() if any((re.sub(r"\W|_", "", word).lower() or n) in x for x in letters[n])]
+
+
 def check_consistent(p: Platform, where: str) -> None:
     """Raise a PlatformError if a platform that no file was checked for uses a name that is not defined."""
     for path, what, facts in _problems(p, set()):
@@ -153,7 +160,7 @@ def _parent(source: YamlFile, folder: Any, below: tuple[str, ...]) -> dict[str, 
     elif name in names():
         platform = _read(_builtin_file(f"{name}.yaml"), _BUILTIN, below)
     else:
-        near = UnknownNameError("platform", name, names())
+        near = UnknownNameError("platform", name, names(), near=_about(name))
         raise source.error(("extends",), f"Platform '{name}' does not exist", **near.choices)
     return platform.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
