@@ -42,6 +42,7 @@ def test_files_are_called_in_turns_and_both_sizes_are_those_on_disk(result):
     assert result.report.speed["ratio"] == found.ratio and "ms quantized" in str(found)
     devices = [Counted(), Counted()]
     used, clock = timing._alternate(devices, [], 0)
+    assert result.time(seconds=0).batch == 8  # the calibration data
     assert [d.calls for d in devices] == [timing.WARM + timing.LEAST] * 2
     assert {len(t) for t in (*used, *clock)} == {timing.LEAST}
 
@@ -63,8 +64,9 @@ def test_a_tflite_file_is_timed_on_litert():
     assert result.time(torch.randn(1, 3, 8, 8), seconds=0).runtime == "litert"
 
 
-def test_bad_input_has_typed_errors(result):
-    with pytest.raises(DataError, match="no data"):
-        result.time([])
+def test_bad_input_has_typed_errors(result, tmp_path):
+    for measured, data in ((result, [[]]), (chipfit.load(result.save(tmp_path / "saved")), [])):
+        with pytest.raises(DataError, match="no data"):
+            measured.time(*data)
     with pytest.raises(UnknownNameError, match="onnxruntimee"):
         result.time(torch.randn(4, 3, 8, 8), runtime="onnxruntimee")

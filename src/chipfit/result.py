@@ -426,21 +426,24 @@ class Result(SummaryRepr):
         return self.verification
 
     @preserve_random_state
-    def time(self, data: Any, *, runtime: str | None = None, seconds: float = 2.0) -> Timing:
+    def time(self, data: Any = None, *, runtime: str | None = None, seconds: float = 2.0) -> Timing:
         """Measure the float and the quantized file in turns on a runtime of this machine.
 
         Args:
-            data: batches as for calibration; the first one is run.
+            data: batches as for calibration; the first one is run. By default the calibration data, if they can be read
+                again.
             runtime: a registered runtime; by default the platform's own.
             seconds: time to measure for [s].
 
         Raises:
+            DataError: there are no data.
             RuntimeUnavailable: the runtime is not installed, or cannot run a file.
             PlanError: `model` has been trained since it was made.
         """
         from chipfit.verify.timing import measure
 
         check_untrained(self, "the measured file")
+        data = self.data if data is None else data
         self._timing = measure(self.graph, self.plan, self.platform, data, runtime=runtime, seconds=seconds)
         return self._timing
 

@@ -102,7 +102,7 @@ def measure(
     name = default_runtime(platform) if runtime is None else runtime
     found = entry("runtime", name)
     require(found)
-    first = next(iter(iterate(data, fixed_batch_of(graph))), None)
+    first = None if data is None else next(iter(iterate(data, fixed_batch_of(graph))), None)
     if first is None:
         raise DataError("There are no data to measure on", hint="give at least one batch")
     flat = inputs_on(CPU, split_label(first, graph)[0])
