@@ -53,7 +53,6 @@ MODULES: dict[str, tuple[int, ...]] = {
     "fastestdet": (3, 352, 352),
     "blazeface": (3, 128, 128),
     "mobilenet_embedder": (3, 224, 224),
-    "slim_faces": (3, 240, 320),
 }
 #: part of a file's name -> sizes of its open axes behind the batch, in order; others are 16
 OPEN = {"_det": (192, 320), "_rec": (48, 320), "_cls": (3, 48, 192), "melspec": (12640,), "320n": (320, 320)}

@@ -121,18 +121,23 @@ def small(nodes, inputs, outputs, constants=(), opset=17, domain=""):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, opset)], ir_version=8)
 
 
-def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_again(tmp_path):
+@pytest.mark.parametrize("kind, opset", [("LRN", 18), ("DeformConv", 19)])
+def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_again(kind, opset, tmp_path):
     draw = np.random.default_rng(0)
-    constants = {"w": draw.standard_normal((4, 3, 3, 3)).astype("f4")}
+    shapes = {"w": (4, 3, 3, 3), "bend": (2, 4, 1, 1), "taps": (4, 4, 1, 1)}
+    constants = {k: draw.standard_normal(shape).astype("f4") for k, shape in shapes.items()}
+    odd = helper.make_node("LRN", ["a"], ["b"], size=3)
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
-        helper.make_node("LRN", ["a"], ["b"], size=3),
+        helper.make_node("Conv", ["a", "bend"], ["o"]),
+        odd if kind == "LRN" else helper.make_node(kind, ["a", "taps", "o"], ["b"]),
         helper.make_node("Relu", ["b"], ["y"]),
     ]
-    result = chipfit.quantize(small(nodes, {"x": ["n", 3, 12, 12]}, ["y"], constants), batches(), progress=False)
-    assert [(n.op, n.called) for n in result.graph.nodes][1] == ("Opaque", "LRN")
+    model = small(nodes, {"x": ["n", 3, 12, 12]}, ["y"], constants, opset=opset)
+    result = chipfit.quantize(model, batches(), progress=False)
+    assert kind in [n.called for n in result.graph.nodes if n.op == "Opaque"]
     file = result.export(tmp_path / "net.onnx")
-    assert "LRN" in [n.op_type for n in onnx.load(file).graph.node]
+    assert kind in [n.op_type for n in onnx.load(file).graph.node] and onnx.load(file).opset_import[0].version == opset
     assert chipfit.load(result.save(tmp_path / "saved")).verify(batches()).exact
 
 

@@ -95,6 +95,13 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     return [name(o.name) for o in model.graph.output]
 
 
+def opset_of(node: Node) -> int:
+    """Return the opset whose form an opaque operator has that was read from an ONNX file; 0 for others."""
+    target: Any = resolve_target(node.attrs["target"])
+    own = getattr(target, "node", None)
+    return 0 if own is None or own.domain else int(onnx.defs.get_schema(own.op_type, target.opset).since_version)
+
+
 def _copied(builder: OnnxBuilder, own: onnx.NodeProto, inputs: Sequence[str | None]) -> list[str]:
     """Write an operator that was read from an ONNX file."""
     given = dict(zip([i for i in own.input if i], inputs, strict=True))

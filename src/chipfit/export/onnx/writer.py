@@ -12,7 +12,7 @@ from chipfit.engine.trees import batch_axes
 from chipfit.errors import ExportError, UnsupportedError, first_line
 from chipfit.export.io_spec import IOSpec, QuantizedIO, io_spec_of, output_names
 from chipfit.export.onnx.builder import OnnxBuilder, refuse, tensor_type
-from chipfit.export.onnx.opaque import splice
+from chipfit.export.onnx.opaque import opset_of, splice
 from chipfit.export.onnx.ops import CONDITIONS, OPSETS, REFUSED, WRITERS
 from chipfit.export.onnx.padding import in_convolutions
 from chipfit.files import write_atomically
@@ -66,7 +66,8 @@ def export_onnx(
 
 
 def lowest_opset(graph: Graph, plan: Plan, form: type[OnnxBuilder] = OnnxBuilder) -> int:
-    return max([form.opset_of_formats(plan), *(OPSETS[n.op] for n in graph.nodes if n.op in OPSETS)])
+    needed = [OPSETS[n.op] for n in graph.nodes if n.op in OPSETS]
+    return max([form.opset_of_formats(plan), *needed, *(opset_of(n) for n in graph.nodes if n.op == OPAQUE)])
 
 
 def _writable(graph: Graph, plan: Plan, form: type[OnnxBuilder]) -> tuple[Graph, Plan]:
