@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from chipfit.graph.ir import Graph, Node
+
 
 class Unreadable(Exception):
     """A call has no canonical equivalent."""
@@ -15,3 +17,15 @@ def per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:
     """
     values = tuple(map(int, value)) if isinstance(value, Sequence) else (int(value),)
     return values * n if len(values) == 1 else values
+
+
+def mixes_samples(graph: Graph) -> bool:
+    """Return whether a layer computes one sample, along the only open axis, from others: it holds steps, or tokens."""
+
+    def mixes(n: Node) -> bool:
+        data = n.operand("in0")
+        shape = graph.shape(data) if data in graph.values else ()
+        axis = 1 if n.facts.recurrent else -2 if n.op == "SDPA" else n.attrs["axis"] if n.facts.softmax else None
+        return axis is not None and len(shape) > 2 and shape.count(None) == 1 and shape[axis] is None
+
+    return any(mixes(n) for n in graph.nodes)

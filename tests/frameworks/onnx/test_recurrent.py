@@ -7,6 +7,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+import chipfit
 from chipfit.engine.run import run
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
@@ -86,3 +87,16 @@ def test_initial_states_of_zeros_need_no_operand(tmp_path):
     )
     (node,) = [n for n in graph.nodes if n.op == "LSTM"]
     assert len(node.inputs) == 5
+
+
+@pytest.mark.parametrize("op", ["LSTM", "GRU"])
+def test_sequences_whose_steps_come_first_have_their_samples_on_axis_1(op, tmp_path):
+    made = onnx.load(model(op, tmp_path / "a.onnx", **({"linear_before_reset": 1} if op == "GRU" else {})))
+    for axis, name in enumerate(("steps", "samples")):
+        made.graph.input[0].type.tensor_type.shape.dim[axis].dim_param = name
+    del made.graph.output[1:]
+    data = [torch.from_numpy(np.random.default_rng(k).normal(size=(9, 7, F)).astype("f4")) for k in range(3)]
+    result = chipfit.quantize(made, data, platform="tflite_int8", progress=False)
+    assert result.graph.shape("X") == (9, None, F)
+    check = result.verify(data[:1])
+    assert check.exact and check.integers > 9 * 7 * H, str(check)

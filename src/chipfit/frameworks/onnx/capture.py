@@ -1,5 +1,7 @@
 """Read an ONNX model into a Graph, with an open batch where the model allows it; compare both on the example."""
 
+import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened, refuse_qua
 from chipfit.frameworks.onnx.requantize import float_network
 from chipfit.frameworks.onnx.runtime import OnnxFunction, only_here, run_flat
 from chipfit.frameworks.onnx.translate import translate
+from chipfit.frameworks.reading import mixes_samples
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import FIXED_BATCH, OPAQUE, Graph, Node
@@ -51,6 +54,12 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             if found is not None:
                 why = "the model computes something else for another number of samples"
                 del graph  # so that its weights are not held twice
+            elif mixes_samples(graph):  # axis 0 holds the steps of sequences
+                with contextlib.suppress(CaptureError):
+                    turned, other = _compared(model, inputs, _variants(shapes, True, axis=1), order, 0)
+                    axes = [[k, 1] for k, i in enumerate(turned.inputs) if turned.shape(i)[1:2] == (None,)]
+                    turned.in_spec = json.dumps({**json.loads(turned.in_spec), "batch": axes})
+                    graph = graph if other else turned
         except CaptureError as e:
             tried = e.with_traceback(None)  # whose frames hold weights
             why = e.what
@@ -250,21 +259,15 @@ def _input(value: ir.Value, x: Any) -> torch.Tensor:
     return x.float() if x.is_floating_point() else x
 
 
-def _variants(shapes: Sequence[Sequence[tuple[int, ...]]], batch: bool) -> list[list[tuple[int, ...]]]:
+def _variants(shapes: Sequence[Sequence[tuple[int, ...]]], batch: bool, axis: int = 0) -> list[list[tuple[int, ...]]]:
     """Return shapes of the inputs for which the model is read: the example's, others', and with another batch."""
     first = shapes[0]
-    rows = {s[0] for s in first if s}
+    size = next((s[axis] for s in first if len(s) > axis), 0)
     found = [list(s) for s in dict.fromkeys(map(tuple, shapes))]
-    if batch and rows:
-        size = next(s[0] for s in first if s)
+    if batch and size:
         other = next(p for p in (7, 11, 13) if p != size and all(p not in s for s in first))
-        last = found[-1]
-        found.append(
-            [
-                (other, *s[1:]) if s and f[0] == size else s
-                for s, f in zip(last, [x or (0,) for x in first], strict=True)
-            ]
-        )
+        last = zip(found[-1], first, strict=True)
+        found.append([(*s[:axis], other, *s[axis + 1 :]) if f[axis : axis + 1] == (size,) else s for s, f in last])
     return found
 
 

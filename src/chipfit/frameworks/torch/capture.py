@@ -22,6 +22,7 @@ from chipfit.engine.torch_defaults import users_defaults
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
 from chipfit.errors import CaptureError, RefusedCall, raised_outside_chipfit, short_message
+from chipfit.frameworks.reading import mixes_samples
 from chipfit.frameworks.torch.device import check_device
 from chipfit.frameworks.torch.plain_call import compare_with_plain_call, in_float32, run_in_float32
 from chipfit.frameworks.torch.program import (
@@ -37,7 +38,7 @@ from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_axes, ways
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
-from chipfit.graph.ir import FIXED_BATCH, Graph, Node
+from chipfit.graph.ir import FIXED_BATCH, Graph
 from chipfit.graph.placement import device_of
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
@@ -154,7 +155,7 @@ def _capture_first_way(model: torch.nn.Module, calls: Sequence[Any], axis: int =
         except RefusedCall as e:
             tried.append(e)
             continue
-        if axis == 0 and sizes and sizes[0].is_batch and _mixes_samples(graph):
+        if axis == 0 and sizes and sizes[0].is_batch and mixes_samples(graph):
             with contextlib.suppress(CaptureError):
                 return _capture_first_way(model, calls, axis=1)
         if not any(None in graph.shape(i)[: axis + 1] for i in graph.inputs) and any(map(graph.shape, graph.inputs)):
@@ -162,18 +163,6 @@ def _capture_first_way(model: torch.nn.Module, calls: Sequence[Any], axis: int =
             graph.notes.append(f"{FIXED_BATCH}: {why}")
         return graph
     raise tried[0]
-
-
-def _mixes_samples(graph: Graph) -> bool:
-    """Return whether a layer computes one sample, along the only open axis, from others: it holds steps, or tokens."""
-
-    def mixes(n: Node) -> bool:
-        data = n.operand("in0")
-        shape = graph.shape(data) if data in graph.values else ()
-        axis = 1 if n.facts.recurrent else -2 if n.op == "SDPA" else n.attrs["axis"] if n.facts.softmax else None
-        return axis is not None and len(shape) > 2 and shape.count(None) == 1 and shape[axis] is None
-
-    return any(mixes(n) for n in graph.nodes)
 
 
 def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[TiedAxes]) -> Graph:
