@@ -14,7 +14,7 @@ from chipfit.graph.placement import device_of, inputs_on
 
 _RANKS: dict[Any, int] = {torch.nn.Conv1d: 3, torch.nn.Conv2d: 4, torch.nn.Conv3d: 5}
 _UNDECLARED: Mapping[str, Sequence[int | None]] = {}
-ONE_SAMPLE = "this is one sample: give batches, as torch.stack(samples) or sample[None] make them"
+ONE_SAMPLE = "this is one sample: give batches, as sample[None], a DataLoader or dataset.batch(16) makes them"
 LABELS = "yield the inputs, or the inputs and one label behind them: (x, y)"
 
 
