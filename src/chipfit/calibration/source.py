@@ -34,7 +34,8 @@ class MemoryLimit:
             DataError: the disk is full.
         """
         size = x.numel() * x.element_size()
-        if self.used + size <= self.most or size == 0 or WINDOWS:  # which removes no mapped file, but has a page file
+        # Windows cannot remove a file that is mapped; its page file takes what memory does not hold
+        if self.used + size <= self.most or size == 0 or WINDOWS:
             self.used += size
             return x
         self.spilled += size
