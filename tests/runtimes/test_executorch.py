@@ -95,6 +95,13 @@ def test_a_layer_kept_in_float_stands_between_integers():
     assert found.sound and found.float_ops == {"Conv1D"} and found.differing == 0, found.summary()
 
 
+def test_a_batch_norm_of_one_axis_that_no_layer_takes_runs_in_float():
+    net = sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.BatchNorm1d(8), nn.Tanh())
+    net[2].running_mean += 0.3
+    found = quantized(net, torch.randn(8, 4, 12), PLATFORM).verify(torch.randn(4, 4, 12))
+    assert found.sound and found.float_ops == {"BatchNorm", "Tanh"} and found.differing == 0, found.summary()
+
+
 @pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "how", [{}, {"bits": 4}, {"bits": 4, "per": "block"}], ids=["8 bits", "4 bits", "4-bit blocks"]

@@ -60,8 +60,9 @@ class QuantizedProgram(nn.Module):
         return tuple(self._read(env, codes, o, None) for o in self.graph.outputs)
 
     def _float_line(self, n: Node) -> bool:
-        """Return whether a node convolves one spatial axis in float, which the delegate takes for integers."""
-        return n.op in ("Conv1D", "TransposeConv1D") and not self.plan.quantized(n.inputs[1])
+        """Return whether a node has one spatial axis and weights in float, which the delegate takes for integers."""
+        lines = n.op in ("Conv1D", "TransposeConv1D") or (n.op == "BatchNorm" and len(self.graph.shape(n.data)) == 3)
+        return lines and not self.plan.quantized(n.inputs[1] or "")
 
     def _read(self, env: dict[str, Any], codes: dict[str, Tensor], name: str, node: Node | None) -> Any:
         """Return what a node reads: a value dequantized for it alone, as the partitioner expects, or in float."""
@@ -109,8 +110,10 @@ def _rounded_by_row(x: Tensor) -> Tensor:
 
 
 def _on_images(n: Node, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Run a convolution of one spatial axis as one of images of height 1."""
+    """Run a convolution or batch norm of one spatial axis as one of images of height 1."""
     x, w, *bias = inputs
+    if n.op == "BatchNorm":
+        return (execute(n, [x.unsqueeze(2), w, *bias])[0].squeeze(2),)
     before = {"stride": 1, "dilation": 1, "padding": (0, 0), "output_padding": 0}
     attrs = {k: (before[k], *v) if k in before else v for k, v in n.attrs.items()}
     (y,) = execute(n.with_(op=n.op.replace("1D", "2D"), attrs=attrs), [x.unsqueeze(2), w.unsqueeze(2), *bias])
