@@ -90,6 +90,18 @@ def test_litert_multiplies_blocks_where_its_kernels_take_them(platform, runtime)
     assert max(o.op_gap for o in check.outputs) < 1e-6  # sums alone: codes and scales are the device's own
 
 
+@pytest.mark.parametrize("kind, bias", [(nn.LSTM, True), (nn.LSTM, False), (nn.GRU, True)])
+def test_recurrent_layers_in_float_read_weights_of_8_bits(kind, bias, tmp_path):
+    torch.manual_seed(0)
+    layer = kind(32, 32, batch_first=True, bidirectional=True, bias=bias)
+    data = [torch.randn(4, 5, 32) for _ in range(2)]
+    result = quantized("tflite_dynamic", model=model_of(lambda m, x: m.layer(x)[0], layer=layer), data=data)
+    path = result.export(tmp_path / "m.tflite", batch=4)
+    for runtime in LITERT:
+        result.verify(data[:1], path=path, runtime=runtime).require({kind.__name__})
+    assert path.stat().st_size < 3 * sum(p.numel() for p in layer.parameters())
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_tables_and_products_with_constants_are_stored_in_blocks(bits):
     """Ids to scores, with a table, linear layers, a norm, and a product with a constant."""

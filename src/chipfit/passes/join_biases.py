@@ -1,21 +1,21 @@
-"""Join the two biases of an LSTM, whose integer kernels add one."""
-
-from collections.abc import Callable
+"""Join the two biases of an LSTM for kernels that add one."""
 
 from chipfit.graph.edit import new_name
 from chipfit.graph.ir import Graph, Node
 from chipfit.passes.rewriting import Rewritten
+from chipfit.platform.match import resolve_node, runs_in_integers
+from chipfit.platform.schema import Platform
 from chipfit.registry import register
 
 
-@register("pass", "join_biases", stage="rewrite", after=("undone_moves",), needs=("in_integers",))
-def join_biases(graph: Graph, in_integers: Callable[[Graph, Node], bool]) -> Rewritten:
-    """Replace the biases b and rb of each LSTM by b + rb, where an integer kernel computes it then."""
+@register("pass", "join_biases", stage="rewrite", after=("undone_moves",), needs=("platform",))
+def join_biases(graph: Graph, platform: Platform) -> Rewritten:
+    """Replace the biases b and rb of each LSTM by b + rb, where the platform then has an integer kernel or a rule for it."""
     graph = graph.copy()
     for k, n in enumerate(graph.nodes):
         both = [i for i in n.inputs[3:5] if i is not None and graph.is_weight(i)] if n.op == "LSTM" else []
         joint = n.with_(inputs=(*n.inputs[:3], *both[:1], None, *n.inputs[5:]))
-        if len(both) < 2 or not in_integers(graph, joint):
+        if len(both) < 2 or not _has_kernel(platform, graph, n, joint):
             continue
         name = new_name(graph, f"{n.name}/bias")
         b, rb = (graph.weights[i].detach() for i in both)
@@ -23,3 +23,9 @@ def join_biases(graph: Graph, in_integers: Callable[[Graph, Node], bool]) -> Rew
         graph.trainable |= {name} if graph.trainable.intersection(both) else set()
         graph.nodes[k] = joint.with_(inputs=(*n.inputs[:3], name, None, *n.inputs[5:]))
     return Rewritten(graph, [])
+
+
+def _has_kernel(platform: Platform, graph: Graph, two: Node, joint: Node) -> bool:
+    """Return whether a platform computes an LSTM with one bias in integers, or by a rule that does not hold for two."""
+    rule = resolve_node(platform, graph, joint).rule
+    return runs_in_integers(platform, graph, joint) or rule not in (None, resolve_node(platform, graph, two).rule)

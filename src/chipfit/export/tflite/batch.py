@@ -1,5 +1,6 @@
 """The batch size of a file."""
 
+from chipfit.graph import states
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan
 
@@ -9,10 +10,9 @@ def depends_on_batch(node: Node) -> bool:
     return node.op in ("Expand", "Reshape") and None in node.attrs["shape"]
 
 
-def keeps_states(plan: Plan, node: Node) -> bool:
+def keeps_states(graph: Graph, node: Node) -> bool:
     """Return whether a node is written as a kernel that keeps its states in tensors of the file."""
-    planned = plan.nodes.get(node.name)
-    return node.op == "LSTM" and planned is not None and planned.exec == "int"
+    return node.op == "LSTM" and states.keeps_states(graph, node)
 
 
 def fixed_batch_size(graph: Graph, plan: Plan) -> int | None:
@@ -22,5 +22,5 @@ def fixed_batch_size(graph: Graph, plan: Plan) -> int | None:
     tensors of one size.
     """
     kinds = (n.facts.kind for n in graph.nodes)
-    fixed = any(depends_on_batch(n) or keeps_states(plan, n) for n in graph.nodes)
+    fixed = any(depends_on_batch(n) or keeps_states(graph, n) for n in graph.nodes)
     return 1 if "transposed" in kinds or fixed else None

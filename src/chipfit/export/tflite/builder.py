@@ -100,7 +100,7 @@ class TfliteBuilder(File):
         planned, dynamic = self.plan.nodes.get(self.node.name), self.node.data in self.dynamic
         if stored.grid.per == "block":
             return self._in_blocks(name, stored, q, dynamic)
-        weight_only = planned is not None and planned.exec == "float" and not stored.zero_point.any()
+        weight_only = (planned is None or planned.exec == "float") and not stored.zero_point.any()
         if not (self.integer or dynamic or weight_only):
             return self.constant(change(stored.dequantize(q).numpy()), f"{name}/float")
         scale = stored.scale.reshape(-1).numpy() if scale is None else scale
@@ -112,8 +112,12 @@ class TfliteBuilder(File):
         integers = self.constant(change(q.numpy()), name, kind, qparams)
         if self.integer or dynamic:
             return integers
+        return self.dequantized(integers, name)
+
+    def dequantized(self, integers: int, name: str) -> int:
+        """Return the float side of a constant of integers; a runtime may compute it once."""
         key = f"{name}/dequantized"
-        if key not in self.index:  # a runtime may do it once
+        if key not in self.index:
             self.tensor(key, self.tensors[integers].shape, TYPES["float32"])
             self.op("DEQUANTIZE", [integers], self.index[key])
         return self.index[key]

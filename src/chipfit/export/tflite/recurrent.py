@@ -29,11 +29,12 @@ def lstm(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     states, cell = [*shape[:2], size], _cell(w, n, y[-1])
     result = y[0] if sequence and backwards is None else w.temporary(states, y[0])
     weights = [k for slot in "wr" for k in _gates(w, n, n.operand(slot) or "")]
-    hidden = w.temporary([0], y[0], f"{n.name}/hidden")
     operands = [x, *weights, *_PEEPHOLES, *_biases(w, n, x, weights), *_PROJECTION, _state(w, n, y[0]), cell, *_NORMS]
     tanh, clip = schema.ActivationFunctionType.TANH, float(n.attrs["cell_clip"] or 0.0)
     w.op(w.kind, operands, result, fusedActivationFunction=tanh, cellClip=clip)
-    w.operators[-1].intermediates = np.full(_INTERMEDIATES, hidden, np.int32)
+    if w.integer:
+        hidden = w.temporary([0], y[0], f"{n.name}/hidden")
+        w.operators[-1].intermediates = np.full(_INTERMEDIATES, hidden, np.int32)
     if not sequence:
         w.op("RESHAPE", [result, w.ints(shape[0], size)], y[0], newShape=[shape[0], size])
     elif _is_read(w, n.outputs[1]):
@@ -59,20 +60,23 @@ def _is_read(w: TfliteBuilder, value: str) -> bool:
 
 
 def _gates(w: TfliteBuilder, n: Node, name: str) -> list[int]:
-    """Return the tensors of the four gates of a weight or bias, each with one scale."""
-    stored = w.plan[name]
-    parts = stored.quantize(w.graph.weights[name].detach()).numpy()
-    parts = parts.reshape(len(_ORDER), -1, *parts.shape[1:])
-    scales = stored.scale.reshape(-1).expand(len(_ORDER) * parts.shape[1]).reshape(len(_ORDER), -1)
-    kind = code_type(w.plan.tensors[name])
-    if bool((scales != scales[:, :1]).any()):
-        w.refuse(n, f"the rows of a gate of '{name}' have several scales")
-    found = {
-        letter: w.constant(part, f"{name}/{letter}", kind, Quantization(scale[0].numpy(), np.array(0)))
-        for letter, part, scale in zip(n.attrs["gates"], parts, scales, strict=True)
-    }
+    """Return the tensors of the four gates of a weight or bias; gates of integers have one scale each."""
+    stored, whole = w.plan.stored(name), w.graph.weights[name].detach()
+    parts = (whole if stored is None else stored.quantize(whole)).numpy().reshape(len(_ORDER), -1, *whole.shape[1:])
+    rows, found = parts.shape[1], dict[str, int]()
+    for k, (letter, part) in enumerate(zip(n.attrs["gates"], parts, strict=True)):
+        called = f"{name}/{letter}"
+        if stored is None:
+            found[letter] = w.constant(part, called)
+            continue
+        scale = stored.scale.reshape(-1).expand(len(whole))[k * rows : (k + 1) * rows]
+        if w.integer and bool((scale != scale[0]).any()):
+            w.refuse(n, f"the rows of a gate of '{name}' have several scales")
+        numbers = Quantization(scale[: 1 if w.integer else rows].numpy(), np.zeros(1 if w.integer else rows, np.int64))
+        found[letter] = w.constant(part, called, code_type(w.plan.tensors[name]), numbers)
     w.joined[name] = [w.tensors[found[letter]].name.decode() for letter in n.attrs["gates"]]
-    return [found[letter] for letter in _ORDER]
+    in_floats = stored is not None and not w.integer
+    return [w.dequantized(found[letter], f"{name}/{letter}") if in_floats else found[letter] for letter in _ORDER]
 
 
 def _biases(w: TfliteBuilder, n: Node, x: int, weights: Sequence[int]) -> list[int]:
@@ -80,6 +84,8 @@ def _biases(w: TfliteBuilder, n: Node, x: int, weights: Sequence[int]) -> list[i
     name, rows = n.operand("b"), w.shape(n.weight)[0]
     if name is not None:
         return _gates(w, n, name)
+    if not w.integer:
+        return [w.constant(np.zeros(rows // len(_ORDER), np.float32))] * len(_ORDER)
     data, found = np.float32(w.tensors[x].quantization.scale[0]), list[int]()
     for letter, k in zip(_ORDER, weights, strict=False):
         numbers = Quantization(np.array(data * np.float32(w.tensors[k].quantization.scale[0])), np.array(0))

@@ -149,10 +149,19 @@ def _attention(c: TorchCall) -> Any:
 
 @reads("matmul bmm mm")
 def _matmul(c: TorchCall) -> Any:
-    other = "other" if "other" in c.args else "mat2"
-    if min(c.tensor("self").dim(), c.tensor(other).dim()) < 2 or "out_dtype" in c.args:
+    """Read a product of matrices; a vector becomes a matrix of one row or one column."""
+    keys = "self", "other" if "other" in c.args else "mat2"
+    inputs, tensors, like = [c.value(k) for k in keys], [c.tensor(k) for k in keys], c.result
+    vectors = [k for k, x in enumerate(tensors) if x.dim() == 1]
+    if len(vectors) > 1 or "out_dtype" in c.args:
         raise Unreadable
-    return c.emit("MatMul", [c.value("self"), c.value(other)])
+    for k in vectors:
+        axis, size = like.dim() - 1 + k, tensors[k].shape[0]
+        row_or_column = like.new_empty((1, size) if k == 0 else (size, 1))
+        inputs[k] = c.step("Unsqueeze", [inputs[k]], row_or_column, axes=(k,))
+        wide = like.new_empty((*like.shape[:axis], 1, *like.shape[axis:]))
+        return c.emit("Squeeze", [c.step("MatMul", inputs, wide)], axes=(axis,))
+    return c.emit("MatMul", inputs)
 
 
 @reads("add sub")
