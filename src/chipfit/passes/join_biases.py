@@ -10,7 +10,7 @@ from chipfit.registry import register
 
 @register("pass", "join_biases", stage="rewrite", after=("undone_moves",), needs=("platform",))
 def join_biases(graph: Graph, platform: Platform) -> Rewritten:
-    """Replace the biases b and rb of each LSTM by b + rb, where the platform then has an integer kernel or a rule for it."""
+    """Replace the biases b and rb of each LSTM by b + rb, where the platform has a kernel for the result."""
     graph = graph.copy()
     for k, n in enumerate(graph.nodes):
         both = [i for i in n.inputs[3:5] if i is not None and graph.is_weight(i)] if n.op == "LSTM" else []

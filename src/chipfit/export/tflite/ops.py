@@ -78,21 +78,39 @@ _BY_AXIS = {"stride": 1, "padding": (0, 0), "dilation": 1, "kernel": 1, "output_
 def _spatial(
     w: TfliteBuilder, n: Node, y: Sequence[int], write: Callable[[Node, int, list[int], int, list[int]], None]
 ) -> None:
-    """Call `write(node, x, shape of x, y, shape of y)`; one spatial axis becomes an image of height 1."""
+    """Call `write(node, x, shape of x, y, shape of y)` for an image.
+
+    One spatial axis becomes an image of height 1; of three, two neighbours that no window spans become one.
+    """
     x, a, b = w.read(n.data), list(w.shape(n.data)), list(w.shape(n.output))
-    if len(a) != 3:
-        if len(a) != 4 and w.kind != "CONV_3D":
-            w.refuse(n, "it has three spatial axes; use layers over two")
+    if len(a) == 4 or w.kind == "CONV_3D":
         return write(n, x, a, y[0], b)
-    attrs = {k: (one, *n.attrs[k]) for k, one in _BY_AXIS.items() if k in n.attrs}
-    high_a, high_b = ([s[0], 1, *s[1:]] for s in (a, b))
-    image, result = w.images.get(x), w.temporary(high_b, y[0])
-    if image is None:
-        image = w.images[x] = w.temporary(high_a, x)
-        _reshape(w, x, _open(w, high_a), image)
-    write(n.with_(attrs={**n.attrs, **attrs}), image, high_a, result, high_b)
+    k = _unspanned_pair(n) if len(a) == 5 else 0
+    if k is None:
+        w.refuse(n, "its windows have three axes; use layers over two")
+    if len(a) == 5:
+        attrs = {key: (*n.attrs[key][:k], *n.attrs[key][k + 1 :]) for key in _BY_AXIS if key in n.attrs}
+        flat_a, flat_b = ([*s[: k + 1], s[k + 1] * s[k + 2], *s[k + 3 :]] for s in (a, b))
+    else:
+        attrs = {key: (one, *n.attrs[key]) for key, one in _BY_AXIS.items() if key in n.attrs}
+        flat_a, flat_b = ([s[0], 1, *s[1:]] for s in (a, b))
+    image, result = w.images.get(x), w.temporary(flat_b, y[0])
+    if image is None or len(a) == 5:
+        image = w.temporary(flat_a, x)
+        _reshape(w, x, _open(w, flat_a), image)
+    write(n.with_(attrs={**n.attrs, **attrs}), image, flat_a, result, flat_b)
     _reshape(w, result, _open(w, b), y[0])
-    w.images[y[0]] = result
+    if len(a) == 3:
+        w.images |= {x: image, y[0]: result}
+
+
+def _unspanned_pair(n: Node) -> int | None:
+    """Return the first of two neighbouring spatial axes along which the windows of a node are single elements."""
+
+    def spans(k: int) -> bool:
+        return any(n.attrs[key][k] != one for key, one in _BY_AXIS.items() if key in n.attrs)
+
+    return next((k for k in (0, 1) if "kernel" in n.attrs and not spans(k) and not spans(k + 1)), None)
 
 
 def per_axis(n: Node, **of: str) -> dict[str, int]:
