@@ -382,6 +382,25 @@ def _any(c: TorchCall) -> Any:
     return c.emit("Greater", [most, c.builder.scalar(c.node.name, 0.5, like)])
 
 
+_BAGS = ("Sum", "Mean", "ReduceMax")  #: by the number of `mode`
+_FLATTENS = ("reshape", "view", "flatten")
+
+
+@reads("embedding_bag")
+def _embedding_bag(c: TorchCall) -> Any:
+    """Read bags of as many indices each, which PyTorch flattens, as rows of a table that are reduced."""
+    flat, offsets = c.args["indices"], c.args["offsets"]
+    if aten_name(flat.target) not in _FLATTENS or aten_name(offsets.target) != "arange" or len(offsets.args) != 3:
+        raise Unreadable
+    index, (start, _, size) = flat.args[0], offsets.args
+    like, special = index.meta["val"], ("per_sample_weights", "include_last_offset", "padding_idx")
+    if (*like.shape[1:],) != (size,) or start != 0 or any(c.args.get(k) not in (None, False) for k in special):
+        raise Unreadable
+    rows = c.result[0].new_empty((like.shape[0], size, c.result[0].shape[1]))
+    rows_of = c.step("Embedding", [c.value("weight"), c.builder.arg(index)], rows)
+    return c.emit(_BAGS[c.static("mode")], [rows_of], axes=(1,), keepdims=False)
+
+
 _NORMS = {1: "Sum", 2: "ReduceL2", math.inf: "ReduceMax"}
 
 
