@@ -31,7 +31,15 @@ def test_zeros_of_same_padding_by_hand(size, kernel, stride, dilation, pairs):
     assert word(pairs, size, kernel, stride, dilation) == ("same" if any(map(any, pairs)) else "valid")
 
 
-def test_of_a_strided_axis_of_unknown_size_nothing_is_known():
+@pytest.mark.parametrize("k, s", [(1, 2), (2, 2), (4, 2), (6, 2), (1, 3), (2, 3)])
+def test_zeros_along_a_strided_axis_of_unknown_size_do_for_every_size(k, s):
+    ((lo, hi),) = same_padding((None,), (k,), (s,), (1,))
+    for n in range(1, 3 * s + 2):
+        assert lo == same_padding((n,), (k,), (s,), (1,))[0][0]
+        assert (n + lo + hi - k) // s + 1 == math.ceil(n / s)
+
+
+def test_zeros_in_front_that_depend_on_an_unknown_size_are_not_known():
     assert same_padding((None,), (3,), (2,), (1,)) is None
     assert same_padding((7, None), (3, 3), (1, 2), (1, 1)) is None
     assert word(((1, 1),), (None,), (3,), (2,), (1,)) == ""

@@ -11,18 +11,21 @@ Sizes = Sequence[int | None]  #: one size for each spatial axis, None if unknown
 def same_padding(size: Sizes, kernel: Ints, stride: Ints, dilation: Ints) -> Pairs | None:
     """Return the zeros of padding="same", which complete the last window; an odd zero is behind.
 
-    Return None if the size of a strided axis is unknown.
+    Along a strided axis of unknown size these are the most that any size needs: zeros behind the last window do no
+    harm. Return None if the zeros in front depend on the size.
 
     >>> same_padding((8, 7), (3, 3), (2, 2), (1, 1))
     ((0, 1), (1, 1))
+    >>> same_padding((None, None), (4, 2), (2, 2), (1, 1))
+    ((1, 2), (0, 1))
     """
     out = []
     for n, k, s, d in zip(size, kernel, stride, dilation, strict=True):
         span = d * (k - 1) + 1
-        if n is None and s > 1:
+        totals = [max((math.ceil(m / s) - 1) * s + span - m, 0) for m in ([n] if n else range(s, 2 * s))]
+        if len({total // 2 for total in totals}) > 1:
             return None
-        total = span - 1 if n is None or s == 1 else max((math.ceil(n / s) - 1) * s + span - n, 0)
-        out.append((total // 2, total - total // 2))
+        out.append((totals[0] // 2, max(totals) - totals[0] // 2))
     return tuple(out)
 
 
