@@ -304,7 +304,7 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d", *(f"{k}_cell" for k in _RECURRENT))
 #: read as several operators
 _LAST_BIT += "var", "std", "var_mean", "std_mean", "logsumexp", "lerp", "log1p", "expm1", "log_sigmoid"
-_LAST_BIT += "logaddexp", "cosine_similarity", "linalg_vector_norm", "pairwise_distance", "cdist"
+_LAST_BIT += "embedding_bag", "logaddexp", "cosine_similarity", "linalg_vector_norm", "pairwise_distance", "cdist"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -517,6 +517,8 @@ ONE_VALUE = {
     ("cosine_similarity", "Sum", "keepdims"): "PyTorch has no other",
     **{(f, "Softplus", k): "PyTorch has no other" for f in ("log1p", "logaddexp") for k in ("beta", "threshold")},
     **{("logsumexp", op, "keepdims"): "operands are compared with it" for op in ("ReduceMax", "Sum")},
+    **{("embedding_bag", op, "axes"): "a row is a bag" for op in ("Sum", "Mean", "ReduceMax")},
+    **{("embedding_bag", op, "keepdims"): "PyTorch has no other" for op in ("Sum", "Mean", "ReduceMax")},
     ("index", "GatherElements", "axis"): "the first axis behind the samples",
     ("scaled_dot_product_attention", "SDPA", "enable_gqa"): "copies are made before it",
     ("scaled_dot_product_attention", "Unsqueeze", "axes"): "heads are the second axis",
@@ -594,7 +596,7 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
 NOT_IN_PROGRAMS = """
     to.prim_Device to.prim_dtype to.prim_other index.Tensor_hacked_twin index_put.hacked_twin numpy_T.a
     bmm.dtype mm.dtype copy.Dict_Tensor split.default tensor_split.tensor_indices_or_sections
-    arange.start arange.start_step lstm.data gru.data rnn_tanh.data rnn_relu.data
+    arange.start embedding_bag.default lstm.data gru.data rnn_tanh.data rnn_relu.data
 """
 
 

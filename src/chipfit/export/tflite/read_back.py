@@ -46,9 +46,12 @@ def _reset(tensor: schema.TensorT, qparams: list[tuple[np.ndarray, np.ndarray]])
 def _joined(parts: list[FileTensor]) -> FileTensor:
     """Return tensors that are one weight, one after another."""
     values = [np.asarray(p.values) for p in parts]
-    numbers = [[np.broadcast_to(q, len(v)) for q in p.qparams[0]] for p, v in zip(parts, values) if p.qparams]
-    scale_and_zero = tuple(np.concatenate(found) for found in zip(*numbers))
-    return FileTensor(np.concatenate(values), [scale_and_zero] if numbers else [])
+    if not all(p.qparams for p in parts):
+        return FileTensor(np.concatenate(values), [])
+    scale, zero = (
+        np.concatenate([np.broadcast_to(p.qparams[0][k], len(v)) for p, v in zip(parts, values)]) for k in (0, 1)
+    )
+    return FileTensor(np.concatenate(values), [(scale, zero)])
 
 
 def array_of(data: bytes, tensor: schema.TensorT) -> np.ndarray:
