@@ -303,7 +303,19 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 #: the kernels of layers compute cells
 _LAST_BIT = ("pow", "celu", "adaptive_avg_pool2d", "adaptive_avg_pool3d", *(f"{k}_cell" for k in _RECURRENT))
 #: read as several operators
-_LAST_BIT += "var", "std", "var_mean", "std_mean", "logsumexp", "lerp", "log1p", "expm1", "log_sigmoid"
+_LAST_BIT += (
+    "avg_pool2d",
+    "avg_pool3d",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "logsumexp",
+    "lerp",
+    "log1p",
+    "expm1",
+    "log_sigmoid",
+)
 _LAST_BIT += "embedding_bag", "logaddexp", "cosine_similarity", "linalg_vector_norm", "pairwise_distance", "cdist"
 
 

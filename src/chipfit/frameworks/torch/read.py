@@ -1016,3 +1016,23 @@ def _size(c: TorchCall) -> Any:
 
 
 read_column("torch", enter_cell, READERS)
+
+
+def _divided(read: Reader) -> Reader:
+    """Return the reader of average pools that may divide the sum of a window by another number than its size."""
+
+    def read_pool(c: TorchCall) -> Any:
+        divisor = c.static("divisor_override")
+        if divisor is None or c.static("ceil_mode"):
+            return read(c)
+        n = _spatial(c)
+        kernel = per_axis(c.static("kernel_size"), n)
+        window = {"kernel": kernel, "stride": per_axis(c.static("stride") or kernel, n)}
+        how = {"padding": _pairs(c.static("padding"), n), "ceil_mode": False, "count_include_pad": True}
+        mean = c.step("AvgPool", [c.value("self")], c.result, **window, **how)
+        return c.emit("Mul", [mean, c.builder.scalar(c.node.name, math.prod(kernel) / divisor, c.result)])
+
+    return read_pool
+
+
+READERS |= {name: _divided(READERS[name]) for name in ("avg_pool2d", "avg_pool3d")}
