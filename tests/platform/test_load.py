@@ -132,17 +132,11 @@ def test_the_line_is_the_line_of_the_mistake(tmp_path):
         load(write(tmp_path, GOOD.replace("w8: {bits: 8, range", "w8: {bits: 8, rang")))
 
 
-@pytest.mark.parametrize(
-    "name, near",
-    [
-        ("ort_cpy", "ort_cpu"),
-        ("ort_cpu@VNN", "VNNI"),
-        ("onnxruntime", "Try: 'ort_cpu'"),  # words of titles
-        ("tensorflow-lite", "tflite_int8"),
-        ("STM32", "st_edge_ai"),
-        ("", "There is no platform named ''"),
-    ],
-)
+WORDS_OF_TITLES = ("onnxruntime", "Try: 'ort_cpu'"), ("tensorflow-lite", "tflite_int8"), ("STM32", "st_edge_ai")
+ALIKE = ("ort_cpy", "ort_cpu"), ("ort_cpu@VNN", "VNNI"), ("", "named ''")
+
+
+@pytest.mark.parametrize("name, near", [*ALIKE, *WORDS_OF_TITLES])
 def test_an_unknown_platform_or_revision_lists_near_names(name, near):
     with pytest.raises(UnknownNameError, match=near):
         load(name)

@@ -227,7 +227,6 @@ IN_FLOAT64 = {
     "array": (lambda x: (x - np.array([0.4, 0.5, 0.6, 0.7])) / np.array([0.2, 0.2, 0.3, 0.1]), "float32"),
     "cast": (lambda x: ops.cast(x, "float64") * 2, "float32"),
     "input": (lambda x: x, "float64"),
-    "input and array": (lambda x: x * np.array([0.4, 0.5, 0.6, 0.7]), "float64"),
 }
 
 
