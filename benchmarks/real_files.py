@@ -6,8 +6,8 @@ Files come from the packages and repositories of the gallery; GALLERY= and GALLE
 `benchmarks/gallery/files.py`. A float file is compared with its own runtime: the largest difference of an output, in
 parts of its range, of outputs in which the runtime is not further from float64. Then `chipfit quantize` calibrates,
 exports and verifies it. A quantized file goes through `chipfit explain` and `chipfit verify`, and `chipfit quantize`
-must refuse it. Images are crops of a photograph, other inputs are random. Results are kept in a file; files that it has
-are not tried again.
+must refuse it. Images are crops of a photograph, of a printed page where a file reads text; other inputs are random.
+Results are kept in a file; files that it has are not tried again.
 """
 
 from __future__ import annotations
@@ -105,17 +105,18 @@ def drawn(path: Path, entries: Sequence[Entry], count: int) -> dict[str, np.ndar
             low = max(limits.min, -100) if kind.itemsize == 1 else 0
             out[name] = np.asarray(rng.integers(low, min(limits.max, 20) + 1, full), kind)
         elif len(full) == 4 and 3 in full[1::2]:
-            out[name] = _crops(rng, full).astype(kind)
+            subject = "page" if "OCR" in path.name else "astronaut"
+            out[name] = _crops(rng, full, subject).astype(kind)
         else:
             out[name] = np.asarray(rng.random(full) * 2 - 1, kind)
     return out
 
 
-def _crops(rng: np.random.Generator, full: Sequence[int]) -> np.ndarray:
+def _crops(rng: np.random.Generator, full: Sequence[int], subject: str) -> np.ndarray:
     """Return crops of a photograph in 0..1, with channels where 3 stands."""
     from PIL import Image
 
-    picture = Image.open(files.path_of("scikit_image:skimage/data/astronaut.png")).convert("RGB")
+    picture = Image.open(files.path_of(f"scikit_image:skimage/data/{subject}.png")).convert("RGB")
     first = full[1] == 3
     height, width = full[2:] if first else full[1:3]
     out = []
