@@ -53,10 +53,13 @@ def test_a_weight_that_is_stored_in_float_or_read_before_its_codes_is_written_as
 
 
 @pytest.mark.parametrize(
-    "exec, zero, codes", [("float", 0, True), ("float", 3, False), ("int", 0, False), (None, 0, False)]
+    "exec, zero, codes", [("float", 0, True), ("float", 3, False), ("int", 0, False), (None, 0, True)]
 )
-def test_codes_of_a_layer_in_float_stay_codes_where_it_was_planned_so_and_zero_is_their_zero(exec, zero, codes):
-    """Then a DEQUANTIZE lies between, one for all readers; else the numbers that they stand for are written."""
+def test_codes_of_a_layer_in_float_stay_codes_unless_it_was_planned_in_integers_or_has_a_zero_point(exec, zero, codes):
+    """Then a DEQUANTIZE lies between, one for all readers; else the numbers that they stand for are written.
+
+    No plan (None) have the operators of a step of a recurrent layer.
+    """
     w = emitter(exec, stored(0.7, zero))
     k, again = w.weight("w"), w.weight("w")
     assert k == again and kinds(w) == int(codes) and w.tensors[k].type == FLOAT
