@@ -227,6 +227,8 @@ def test_integers_that_a_cast_and_a_mul_make_floats_are_shown(products, tmp_path
     (stored,) = [t.stored for t in found.plan.tensors.values()]
     assert stored.format == "int8" and np.array_equal(stored.scale, scale[0])
     assert chipfit.verify_file(tmp_path / "cast.onnx", [torch.randn(5, 64)]).exact
+    with pytest.raises(CaptureError, match=r"quantized already.*Cast.*--requantize"):
+        chipfit.quantize(tmp_path / "cast.onnx", [torch.randn(5, 64)], progress=False)
 
 
 @pytest.mark.parametrize("turned", [False, True])

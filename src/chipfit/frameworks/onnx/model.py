@@ -70,8 +70,9 @@ class OnnxModel(ir.Model):
 
     @property
     def quantized(self) -> list[str]:
-        """The operators of integers, sorted."""
-        return sorted({n.op_type for n in self.graph.all_nodes() if is_quantized(n.op_type, n.domain)})
+        """The operators of integers, and casts that dequantize constants, sorted."""
+        nodes = [*self.graph.all_nodes()]
+        return sorted({n.op_type for n in nodes if is_quantized(n.op_type, n.domain) or _dequantizes(n)})
 
     def proto(self) -> onnx.ModelProto:
         """Return the model with the data of its tensors, and a name for every node.
@@ -292,6 +293,17 @@ def _check_domains(nodes: Iterable[Any], where: str) -> None:
         hint = "export the model with standard operators; trees, text and tables (ai.onnx.ml) are not quantized"
         what = "The ONNX model has operators of an unknown domain"
         raise CaptureError(what, where=where, got=_some(unknown), allowed=allowed, hint=hint)
+
+
+def _dequantizes(node: ir.Node) -> bool:
+    """Return whether a node casts a constant of 8-bit integers, or rows of one, that are multiplied by scales."""
+    held = node.inputs[0] if node.op_type == "Cast" else None
+    maker = None if held is None else held.producer()
+    constant = maker.inputs[0] if maker is not None and maker.op_type == "Gather" else held
+    narrow = (
+        constant is not None and constant.is_initializer() and constant.dtype in (ir.DataType.INT8, ir.DataType.UINT8)
+    )
+    return narrow and any(use.node.op_type == "Mul" for use in node.outputs[0].uses())
 
 
 def refuse_quantized(model: OnnxModel) -> None:
