@@ -105,11 +105,9 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:
     """Build the trainable simulation, as a model of the framework that the graph came from; see `Framework.lower`."""
-    import torch
-
     from chipfit.engine.process import TRACING
 
-    with TRACING, torch.inference_mode(False):  # it can train, also where an evaluation is the first to need it
+    with TRACING:
         return adapter_of(graph.framework).lower(graph, plan, training)
 
 

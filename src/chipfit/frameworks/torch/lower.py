@@ -45,6 +45,7 @@ from chipfit.quantizers.bn_fold import Norm, NormalizedLayer
 from chipfit.quantizers.ops import TorchOps
 
 
+@torch.inference_mode(False)  # it can train, also where an evaluation is the first to need it
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> QuantizedModule:
     """Build the trainable simulation of `graph` under `plan`, in eval mode, on the device of the user's model.
 
