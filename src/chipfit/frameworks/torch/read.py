@@ -1025,12 +1025,10 @@ def _divided(read: Reader) -> Reader:
         divisor = c.static("divisor_override")
         if divisor is None or c.static("ceil_mode"):
             return read(c)
-        n = _spatial(c)
-        kernel = per_axis(c.static("kernel_size"), n)
-        window = {"kernel": kernel, "stride": per_axis(c.static("stride") or kernel, n)}
-        how = {"padding": _pairs(c.static("padding"), n), "ceil_mode": False, "count_include_pad": True}
-        mean = c.step("AvgPool", [c.value("self")], c.result, **window, **how)
-        return c.emit("Mul", [mean, c.builder.scalar(c.node.name, math.prod(kernel) / divisor, c.result)])
+        words = ("kernel", "kernel_size", "spatial"), ("stride", "stride", "stride"), ("padding", "padding", "padding")
+        how = {attr: _CONVERSIONS[kind](c, c.static(key)) for attr, key, kind in words}
+        mean = c.step("AvgPool", [c.value("self")], c.result, **how, ceil_mode=False, count_include_pad=True)
+        return c.emit("Mul", [mean, c.builder.scalar(c.node.name, math.prod(how["kernel"]) / divisor, c.result)])
 
     return read_pool
 
