@@ -129,9 +129,16 @@ def _builtin_file(file: str) -> YamlFile:
 
 def _about(word: str) -> list[str]:
     """Return the built-in platforms whose name or title holds a word, such as the name of a runtime or a maker."""
-    titles = {n: re.search(r"^title:.*", (_BUILTIN / f"{n}.yaml").read_text("utf-8"), re.M) for n in names()}
-    letters = {n: [re.sub(r"\W|_", "", x).lower() for x in (n, t[0] if t else "")] for n, t in titles.items()}
-    return [n for n in names() if any((re.sub(r"\W|_", "", word).lower() or n) in x for x in letters[n])]
+
+    def letters(text: str) -> str:
+        return re.sub(r"\W|_", "", text).lower()
+
+    found, wanted = list[str](), letters(word)
+    for name in names() if wanted else ():
+        title = re.search(r"^title:(.*)", (_BUILTIN / f"{name}.yaml").read_text("utf-8"), re.M)
+        if any(wanted in letters(text) for text in (name, title[1] if title else "")):
+            found.append(name)
+    return found
 
 
 def check_consistent(p: Platform, where: str) -> None:
