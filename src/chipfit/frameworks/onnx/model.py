@@ -71,8 +71,8 @@ class OnnxModel(ir.Model):
     @property
     def quantized(self) -> list[str]:
         """The operators of integers, and casts that dequantize constants, sorted."""
-        nodes = [*self.graph.all_nodes()]
-        return sorted({n.op_type for n in nodes if is_quantized(n.op_type, n.domain) or _dequantizes(n)})
+        found = (n for n in self.graph.all_nodes() if is_quantized(n.op_type, n.domain) or _dequantizes(n))
+        return sorted({n.op_type for n in found})
 
     def proto(self) -> onnx.ModelProto:
         """Return the model with the data of its tensors, and a name for every node.
@@ -296,14 +296,15 @@ def _check_domains(nodes: Iterable[Any], where: str) -> None:
 
 
 def _dequantizes(node: ir.Node) -> bool:
-    """Return whether a node casts a constant of 8-bit integers, or rows of one, that are multiplied by scales."""
+    """Return whether a node casts a constant of 8-bit integers, or rows of one, that constant scales multiply."""
     held = node.inputs[0] if node.op_type == "Cast" else None
     maker = None if held is None else held.producer()
     constant = maker.inputs[0] if maker is not None and maker.op_type == "Gather" else held
-    narrow = (
-        constant is not None and constant.is_initializer() and constant.dtype in (ir.DataType.INT8, ir.DataType.UINT8)
-    )
-    return narrow and any(use.node.op_type == "Mul" for use in node.outputs[0].uses())
+    if constant is None or not constant.is_initializer():
+        return False
+    floats, narrow = node.outputs[0], constant.dtype in (ir.DataType.INT8, ir.DataType.UINT8)
+    scales = (i for use in floats.uses() if use.node.op_type == "Mul" for i in use.node.inputs if i is not floats)
+    return narrow and any(i is not None and i.is_initializer() for i in scales)
 
 
 def refuse_quantized(model: OnnxModel) -> None:
