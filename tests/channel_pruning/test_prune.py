@@ -10,9 +10,14 @@ from torch import nn
 
 import chipfit
 from chipfit import Limits
+from chipfit.channel_pruning.budget import budgets_of, counts_of
+from chipfit.channel_pruning.channels import channels_of
 from chipfit.errors import ConfigError, PruningError, UnknownNameError
+from chipfit.frameworks.torch.capture import capture
 from tests import zoo
 from tests.build import images, model_of, randn, sequential
+
+LIKE_MCT = {"largest_value": True, "sole_readers": True}
 
 
 def conv(i: int, o: int, kernel: int = 3, **options) -> nn.Conv2d:
@@ -187,6 +192,15 @@ def test_dead_channels_are_removed_first_and_cost_nothing():
         pruned = prune(model, data(), limits=limit, importance=metric, repair=False)
         assert (~pruned.masks["0"]).nonzero()[:, 0].tolist() == [1, 4, 6]
         torch.testing.assert_close(pruned.model(images()), model(images()), rtol=1e-4, atol=1e-5)
+
+
+def test_limits_count_the_largest_value_and_sole_readers_if_they_say_so():
+    channels = channels_of(capture(residual(), (images(2),)))
+    sole = 64 * (64 * (3 * 8 + 10 * 8) * 9 + 16 * 12 * 16 * 9 + 16 * 4)  # stem, b, d and fc
+    both = 64 * (64 * 8 * 10 * 9 + 16 * 8 * (12 * 9 + 16))  # a, c and down, whose inputs others read, too
+    for options, most in (({}, [64 * (8 + 10 + 10), sole + both]), (LIKE_MCT, [64 * 10, sole])):
+        budgets = budgets_of(channels, Limits(activations=1e9, bops=1e9, **options))
+        assert [b.used(counts_of(channels)) for b in budgets] == most
 
 
 def test_channels_go_in_groups_of_simd_width():

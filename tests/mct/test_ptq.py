@@ -565,11 +565,18 @@ def test_an_input_behind_a_layout_change_has_the_bits_that_a_limit_allows():
     assert {t.grid.bits for t in tensors if t.role == "activation"} == {4}
 
 
-def test_both_measures_of_memory_are_available():
+def test_both_measures_of_memory_and_of_operations_are_available():
     info = ptq((TWO, IMAGES), chip_with((8,)))[1]
     found = resources(info.result.graph, info.result.plan)
     assert found.largest == info.final_resource_utilization.activation_memory == 3072  # the input
     assert found.activations == 3072 + 2700  # the input, and what the first convolution makes of it
+    a, b = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1)
+    two_read_the_input = model_of(lambda m, x: m.b(torch.relu(m.a(x))) + m.c(x), a=a, b=b, c=nn.Conv2d(3, 4, 3))
+    most = core.ResourceUtilization(bops=4 * 4 * 30 * 30 * 4 * 8)  # those of the kernel that reads its input alone
+    info = ptq((two_read_the_input, IMAGES), chip_with((8, 4), "ReLU"), most)[1]
+    found = resources(info.result.graph, info.result.plan)
+    assert info.final_resource_utilization.bops == found.bops_of_sole_readers == most.bops
+    assert found.bops == most.bops + 2 * 3 * 4 * 9 * 30 * 30 * 8 * 8
 
 
 def test_bits_of_inputs_are_those_of_the_set_input_and_can_be_chosen_by_name():

@@ -14,7 +14,7 @@ from chipfit.errors import ConfigError
 from chipfit.graph.linear import is_linear, places
 from chipfit.plan.record import Plan
 from chipfit.search.limits import Limits, parse_amount
-from chipfit.search.resources import live_values
+from chipfit.search.resources import live_values, sole_readers
 
 #: bits of each number in sizes
 BITS = 8
@@ -48,11 +48,12 @@ class Budget:
 
 def budgets_of(channels: Channels, limits: Limits) -> list[Budget]:
     """Return the budgets that limits set; a share is one of the network as it is."""
+    alive = tuple(_alive(channels, limits.largest_value))
     found = {
         "weights": lambda: (tuple(weight_terms(channels)),),
-        "activations": lambda: tuple(_alive(channels)),
-        "total": lambda: tuple((*weight_terms(channels), *terms) for terms in _alive(channels)),
-        "bops": lambda: (tuple(operation_terms(channels)),),
+        "activations": lambda: alive,
+        "total": lambda: tuple((*weight_terms(channels), *terms) for terms in alive),
+        "bops": lambda: (tuple(operation_terms(channels, limits.sole_readers)),),
     }
     counts, out = counts_of(channels), list[Budget]()
     for name, value in limits.to_record().items():
@@ -85,11 +86,12 @@ def weight_terms(channels: Channels) -> Iterable[Term]:
     return (_size(channels, name, BITS / 8) for name in names)
 
 
-def operation_terms(channels: Channels) -> Iterable[Term]:
-    """Return the bit operations of each linear operator."""
+def operation_terms(channels: Channels, sole: bool = False) -> Iterable[Term]:
+    """Return the bit operations of each linear operator; `sole`: of those whose input no other operator reads."""
     graph = channels.graph
+    counted = sole_readers(graph) if sole else {n.name for n in graph.nodes if is_linear(graph, n)}
     for n in graph.nodes:
-        if is_linear(graph, n):
+        if n.name in counted:
             value = graph.values[n.data if n.op.startswith("Transpose") else n.output]
             yield _size(channels, n.weight, BITS * BITS * places(n, value.shape))
 
@@ -101,8 +103,11 @@ def _size(channels: Channels, name: str, factor: float = 1.0) -> Term:
     return Term(factor * math.prod(d or 1 for k, d in enumerate(shape) if (name, k) not in axes), axes)
 
 
-def _alive(channels: Channels) -> Iterable[tuple[Term, ...]]:
-    for _, names in live_values(channels.graph, Plan()):
+def _alive(channels: Channels, largest: bool) -> Iterable[tuple[Term, ...]]:
+    moments = [names for _, names in live_values(channels.graph, Plan())]
+    if largest:
+        moments = [frozenset([name]) for name in sorted(set[str]().union(*moments))]
+    for names in moments:
         yield tuple(_size(channels, name, BITS / 8) for name in sorted(names))
 
 

@@ -78,7 +78,8 @@ class UserInformation(SummaryRepr):
         if self.result is None:
             return None
         found = resources(self.result.graph, self.result.plan)
-        return ResourceUtilization(found.weights, found.largest, found.weights + found.largest, found.bops)
+        memory = found.weights, found.largest, found.weights + found.largest
+        return ResourceUtilization(*memory, found.bops_of_sole_readers)
 
     @property
     def mixed_precision_cfg(self) -> np.ndarray | None:

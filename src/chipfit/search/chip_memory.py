@@ -144,4 +144,4 @@ def too_large(found: Footprint, most: Mapping[str, float]) -> PlanError:
 
 
 def _limits(record: Mapping[str, Amount], like: Limits) -> Limits:
-    return Limits(**dict[str, Any](record), largest_value=like.largest_value)
+    return Limits(**dict[str, Any](record), largest_value=like.largest_value, sole_readers=like.sole_readers)

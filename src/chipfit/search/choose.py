@@ -18,7 +18,7 @@ from chipfit.rounding.fisher import IMAGES, first_samples
 from chipfit.search import candidates
 from chipfit.search.limits import Amount, Limits, parse_amount
 from chipfit.search.losses import NEAREST, Losses, RoundingModel, losses
-from chipfit.search.resources import bits_of, counted_values, peak_bytes, value_bytes
+from chipfit.search.resources import bits_of, counted_values, peak_bytes, sole_readers, value_bytes
 from chipfit.search.solve import LOSS, Choice, format_amount, limit_of, solutions
 
 #: limits that depend on the bits of weights, and of activations
@@ -105,12 +105,13 @@ class SearchSpace:
     def _choices(self, limits: Limits) -> Iterator[ChosenWidths]:
         """Yield the choices inside the limits, the best first."""
         largest = limits.largest_value
-        most = {k: parse_amount(v, self._whole(k, largest), k) for k, v in limits.to_record().items()}
+        counted = self.pairs.keys() & sole_readers(self.graph) if limits.sole_readers else self.pairs.keys()
+        most = {k: parse_amount(v, self._whole(k, counted, largest), k) for k, v in limits.to_record().items()}
         moments = counted_values(self.graph, self.plan, largest)
         budgets = {k: v for k, v in most.items() if k in ("weights", "bops", LOSS)}
         during = {f"{k} while '{name}' runs": at for k in ("activations", "total") if k in most for name, at in moments}
         budgets |= {name: most[limit_of(name)] for name in during}
-        units = self._units(during, "bops" in most)
+        units = self._units(during, counted if "bops" in most else ())
         for picks in solutions(units, budgets, least="weights" if LOSS in most else LOSS):
             yield self._choice(units, picks, budgets, most)
 
@@ -127,10 +128,10 @@ class SearchSpace:
         widths = self.weights | {t: p.widths for t, p in values.items()}
         return ChosenWidths(weights, activations, predicted, used, most, widths)
 
-    def _whole(self, name: str, largest: bool = False) -> float:
+    def _whole(self, name: str, counted: Collection[str], largest: bool) -> float:
         """Return the amount that the tensors of a limit use in 8 bits, for limits given as a share."""
         searched = {t for p in self.parts for t in p.tensors}
-        readers = [n for n in self.graph.nodes if n.name in self.pairs]
+        readers = [n for n in self.graph.nodes if n.name in counted]
         if name == "bops":
             wide = {n.data: 8 if n.data in searched else bits_of(self.plan, n.data) for n in readers}
             return sum(products(self.graph, n) * 8 * wide[n.data] for n in readers)
@@ -138,7 +139,7 @@ class SearchSpace:
         values = 0.0 if name == "weights" else peak_bytes(self.graph, self.plan, 8.0, largest)
         return values + (0.0 if name == "activations" else weights)
 
-    def _units(self, during: Mapping[str, frozenset[str]], bops: bool) -> list[Choice]:
+    def _units(self, during: Mapping[str, frozenset[str]], counted: Collection[str]) -> list[Choice]:
         """Return the choices of weights, tied activations, fixed values, and kernels that restrict pairs of bits."""
         out, wide = [], self.weights
         total = [r for r in during if limit_of(r) == "total"]
@@ -159,12 +160,12 @@ class SearchSpace:
         for n in (n for n in self.graph.nodes if n.name in self.pairs):
             own = part.get(n.data)
             pairs = [(b, a) for b, a in self.pairs[n.name] if b in wide[n.weight]]
-            if not bops and (own is None or len(pairs) == len(wide[n.weight]) * len(own.widths)):
+            if n.name not in counted and (own is None or len(pairs) == len(wide[n.weight]) * len(own.widths)):
                 continue
             implies = {n.weight: tuple(wide[n.weight].index(b) for b, _ in pairs)}
             implies |= {own.name: tuple(own.widths.index(a) for _, a in pairs)} if own else {}
             times = products(self.graph, n)
-            costs = {"bops": tuple(times * b * (a or 32.0) for b, a in pairs)}
+            costs = {"bops": tuple(times * b * (a or 32.0) for b, a in pairs)} if n.name in counted else {}
             out.append(Choice(f"kernel {n.name}", (0.0,) * len(pairs), costs, implies))
         return out
 

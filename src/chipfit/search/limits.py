@@ -46,6 +46,8 @@ class Limits:
     flash: Amount = None  #: `.tflite` file [byte]
     #: memory of activations, here and in `total`, is that of the largest quantized value alone
     largest_value: bool = False
+    #: operations are those of kernels that read their input alone; kernels whose input others read, too, do not count
+    sole_readers: bool = False
 
     def __new__(cls, **given: Any) -> Limits:
         for name in given.keys() - {f.name for f in fields(cls)}:
@@ -75,7 +77,7 @@ class Limits:
 
 def amounts() -> tuple[Field[Amount], ...]:
     """Return the fields of `Limits` that are amounts."""
-    return fields(Limits)[:-1]
+    return fields(Limits)[:-2]
 
 
 def parse_amount(value: Amount, whole: float, name: str) -> float:

@@ -16,6 +16,7 @@ class Resources:
     weights: float  #: memory of the weights of linear operators [byte]
     activations: float  #: peak memory of values alive at one time [byte]
     bops: float  #: multiplications of linear operators x bits of weights x bits of their inputs
+    bops_of_sole_readers: float  #: of those whose input no other operator reads
     largest: float  #: memory of the largest quantized value [byte]
 
     @property
@@ -27,8 +28,21 @@ def resources(graph: Graph, plan: Plan) -> Resources:
     """Return the needs of linear operators and of the values between kernels; floats have 32 bits."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
     weights = sum(graph.weights[w].numel() * bits_of(plan, w) / 8 for w in dict.fromkeys(n.weight for n in linear))
-    bops = sum(products(graph, n) * bits_of(plan, n.data) * bits_of(plan, n.weight) for n in linear)
-    return Resources(weights, peak_bytes(graph, plan), bops, peak_bytes(graph, plan, largest=True))
+    bops = {n.name: products(graph, n) * bits_of(plan, n.data) * bits_of(plan, n.weight) for n in linear}
+    sole = sole_readers(graph)
+    return Resources(
+        weights=weights,
+        activations=peak_bytes(graph, plan),
+        bops=sum(bops.values()),
+        bops_of_sole_readers=sum(v for name, v in bops.items() if name in sole),
+        largest=peak_bytes(graph, plan, largest=True),
+    )
+
+
+def sole_readers(graph: Graph) -> set[str]:
+    """Return the linear operators whose input no other operator reads."""
+    users = graph.users()
+    return {n.name for n in graph.nodes if is_linear(graph, n) and len(users[n.data]) == 1}
 
 
 def peak_bytes(graph: Graph, plan: Plan, bits: float | None = None, largest: bool = False) -> float:

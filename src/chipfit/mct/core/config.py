@@ -171,8 +171,9 @@ class RUTarget(Enum):
 class ResourceUtilization:
     """Limits on the resources of a quantized model, or its actual resources (see `UserInformation`).
 
-    Memory of activations is that of the largest quantized value, as in MCT 2.2. `chipfit.Limits` counts all values that
-    are alive at one time, unless it has `largest_value`.
+    As in MCT 2.2, memory of activations is that of the largest quantized value, and bit operations are those of kernels
+    whose input no other operator reads. `chipfit.Limits` counts all values that are alive at one time and all kernels,
+    unless it has `largest_value` and `sole_readers`.
     """
 
     weights_memory: Number = math.inf  #: [byte]
@@ -207,7 +208,7 @@ class ResourceUtilization:
         """Return the limits for a search of bit widths; None if all are infinite."""
         given = zip(("weights", "activations", "total", "bops"), vars(self).values(), strict=True)
         finite = {name: v for name, v in given if math.isfinite(v)}
-        return Limits(**finite, largest_value=True) if finite else None
+        return Limits(**finite, largest_value=True, sole_readers=True) if finite else None
 
 
 KPI = ResourceUtilization  #: its first-generation name
