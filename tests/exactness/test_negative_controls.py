@@ -86,6 +86,7 @@ def lying(monkeypatch, runtime, lie):
     monkeypatch.setitem(registry.ENTRIES["runtime"], runtime, found._replace(thing=Liar))
 
 
+@pytest.mark.thinned(3)
 def test_an_honest_file_on_an_honest_runtime_is_said_to_be_so(proven, command):
     _, runtime, result, file = proven
     status, said = command(file)

@@ -16,7 +16,7 @@ PARTS = [("onnxruntime", range(10 * k, 10 * k + 10)) for k in range(4)]
 PARTS += [("litert", range(100 + 5 * k, 105 + 5 * k)) for k in range(4)]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("runtime, seeds", PARTS)
 def test_no_integer_of_a_random_network_differs_from_the_runtimes(runtime, seeds):
     tally = Tally([check(seed, runtime) for seed in seeds])

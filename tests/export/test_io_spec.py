@@ -158,6 +158,7 @@ BY_SUFFIX = [e.declares for e in entries("format").values() if not e.declares.na
 OPTIONS = [(s, o) for declared in BY_SUFFIX for s in declared.suffixes for o in declared.options]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("suffix, option", OPTIONS)
 def test_every_option_of_a_format_changes_the_file_and_equal_ones_make_equal_files(results, tmp_path, suffix, option):
     result = results["ort_cpu" if suffix == ".onnx" else "tflite_int8"]

@@ -85,6 +85,7 @@ def as_tensorflow_rounds(result, batch):
     return [keras.ops.convert_to_numpy(y) for y in keras.tree.flatten(model(batch))]
 
 
+@pytest.mark.thinned(3)
 @needs_keras_2
 @pytest.mark.parametrize(
     "name, kinds",

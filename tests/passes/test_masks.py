@@ -66,6 +66,7 @@ def in_integers(result) -> bool:
     return not [n for n in result.graph.nodes if nodes[n.name].exec == "float" and result.graph.is_float(n.output)]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", CAUSAL)
 def test_later_tokens_change_no_integer_of_earlier_ones(how):
     model, batches = attending(CAUSAL[how]), [randn(N, T, D, seed=k) for k in range(4)]

@@ -114,6 +114,7 @@ def trained(tmp_path_factory):
     return folder, states, one.trained()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("how", WAYS)
 def test_two_processes_train_what_one_does_on_the_whole_batch(trained, how):
     folder, states, one = trained

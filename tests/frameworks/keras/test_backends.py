@@ -15,7 +15,7 @@ from tests.frameworks.keras.test_lower import flat, quantized
 from tests.frameworks.keras.test_training_alike import CASES, prepare
 
 HERE = Path(__file__).parent
-OTHERS = [b for b in ("jax", "tensorflow", "torch") if b != os.environ["KERAS_BACKEND"] and find_spec(b) is not None]
+OTHERS = [b for b in ("tensorflow", "jax", "torch") if b != os.environ["KERAS_BACKEND"] and find_spec(b) is not None]
 #: one of each: reading, types, saving, lowering, a step of training, training on, bounds in a file, export
 SELECTION = (
     "test_capture.py::test_the_graph_computes_what_the_model_computes[nested]",
@@ -71,6 +71,7 @@ def run_tests(backend, tests, marked, folder, timeout):
 one_backend = pytest.mark.skipif("CHIPFIT_ONE_BACKEND" in os.environ, reason="this is such a process")
 
 
+@pytest.mark.thinned(2)
 @one_backend
 @pytest.mark.parametrize("backend", OTHERS)
 def test_another_backend_reads_trains_exports_and_saves(backend, tmp_path):

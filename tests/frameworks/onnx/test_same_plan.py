@@ -81,6 +81,7 @@ def check_same_plan(name: str, writer: str, tmp_path: Path) -> None:
         torch.testing.assert_close(a[4], b[4], rtol=2e-5, atol=0)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("writer, name", [(w, n) for w, names in FAST.items() for n in names])
 def test_a_float_file_has_the_plan_of_its_model(writer, name, tmp_path):
     check_same_plan(name, writer, tmp_path)
