@@ -17,6 +17,7 @@ EQUIVALENTS: dict[str, str] = {
     "ChannelAxis": "none: chipfit knows the axis of channels",
     "CustomOpsetLayers": "core.QuantizationConfig(custom_tpc_opset_to_layer={set: layers})",
     "FolderImageLoader": "none: a function that yields lists of arrays, or any iterable of batches",
+    "FrameworkInfo": "framework_info.FrameworkInfo",
     "GPTQHessianWeightsConfig": "gptq.GPTQHessianScoresConfig",
     "GPTQQuantizerConfig": "gptq.GradientPTQConfig",
     "GradientPTQConfigV2": "gptq.GradientPTQConfig",
