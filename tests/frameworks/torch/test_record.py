@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,7 @@ def test_a_network_that_is_watched_has_the_graph_that_torch_export_gives(name):
     assert contents(watched(model, batch)) == contents(exported(model, batch))
 
 
+NUMBERS = np.arange(4, dtype=np.float32)
 SAME = {
     "the batch in a view": lambda m, x: x.view(x.shape[0], 2, -1).flatten(1),
     "a multiple of the batch in a view": lambda m, x: x.view(2 * x.shape[0], -1).sum(-1),
@@ -92,6 +94,8 @@ SAME = {
     "a part of a multiple of the batch": lambda m, x: x.view(2 * x.shape[0], 2).view(2 * x.shape[0] // 2, -1).tanh(),
     "what is known of the batch": lambda m, x: x + 1 if x.shape == x.tanh().shape else x,
     "what is left out of an export": lambda m, x: x + 1 if torch.compiler.is_exporting() or x.sum() > 0 else x,
+    "an entry that is written": lambda m, x: x.tanh().index_fill_(1, torch.tensor([0]), 0.0),
+    "attributes and numbers": lambda m, x: x * m.loose - torch.tensor([1.0, 2, 3, 4]) + torch.from_numpy(NUMBERS),
     "a choice by a fixed axis": lambda m, x: m.dense(x) if x.shape[-1] > 3 and x.is_floating_point() else x,
 }
 
@@ -107,6 +111,11 @@ def caught(m: Function, x: torch.Tensor) -> torch.Tensor:
         return x * (x.shape[0] // 4)
     except Exception:
         return x
+
+
+def replaced(m: Function, x: torch.Tensor) -> torch.Tensor:
+    m.loose = m.loose * 0.5
+    return x * m.loose
 
 
 #: `torch.export` slices the batch from its begin to its end there, which counts in the names of other slices
@@ -169,8 +178,9 @@ UNRECORDABLE = {
     "an exception that is caught": caught,
     "state that is written": lambda m, x: x + m.seen.add_(1),
     "a view that is written": lambda m, x: F.relu(x.tanh()[:, :2], inplace=True),
-    "an entry that is written": lambda m, x: x.tanh().index_fill_(1, torch.tensor([0]), 0.0),
-    "a tensor that is no weight": lambda m, x: x * m.loose,
+    "an attribute that is replaced": replaced,
+    "numbers for each row": lambda m, x: x + torch.tensor([[float(k)] for k in range(len(x))]),
+    "numbers that NumPy draws": lambda m, x: x * torch.from_numpy(np.random.rand(4)).float(),
     "what is drawn": lambda m, x: x + torch.rand_like(x),
 }
 
@@ -182,6 +192,17 @@ def test_what_a_run_hides_cannot_be_recorded(name):
     with pytest.raises(Unrecordable):
         watched(model, torch.ones(2, 4))
     assert torch.equal(state, torch.get_rng_state()) and torch.equal(weight, model.dense.weight)
+
+
+def test_an_attribute_that_is_replaced_is_no_constant_where_one_run_is_watched():
+    with pytest.raises(Unrecordable):
+        record(Function(replaced).eval(), (torch.ones(2, 4),), {}, sizes=())
+
+
+def test_constants_of_a_recorded_model_can_be_trained_with():
+    graph = watched(Function(SAME["attributes and numbers"]).eval(), torch.ones(2, 4))
+    assert {"loose", "lifted_tensor_0", "lifted_tensor_1"} <= graph.weights.keys()
+    assert not any(w.is_inference() for w in graph.weights.values())
 
 
 def test_what_cannot_be_recorded_is_exported():

@@ -152,7 +152,7 @@ def writes_shared_memory(n: torch.fx.Node) -> bool:
     views or copies, or is the caller's own tensor, and is impossible where there is no operator without "_".
     """
     name, target = aten_name(n.target), n.args[0] if n.args else None
-    if name == "dropout_" and not n.args[2]:  # not in training: it writes nothing
+    if name == "detach_" or (name == "dropout_" and not n.args[2]):  # they write nothing, dropout outside of training
         return False
     if not name.endswith("_") or not hasattr(torch.ops.aten, name[:-1]) or not isinstance(target, torch.fx.Node):
         return True

@@ -9,6 +9,7 @@ and the model is left to `torch.export`, where only the batch is open.
 
 import contextlib
 import inspect
+import itertools
 import operator
 import re
 import sys
@@ -83,7 +84,7 @@ def record(
     every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     stored = model.state_dict(keep_vars=True)
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
-    random_states = torch_states()
+    random_states, attributes = torch_states(), _attributes(modules)
     first = _Run(names, weights, path)
     out = first.watch(model, leaves, tree)
     if not all(map(torch.equal, random_states, torch_states())):
@@ -94,6 +95,8 @@ def record(
         run.watch(model, size.resized(leaves), tree)
         first.merge(run, k)
     first.drop_unused()
+    constants = first.constants_by_name(attributes, _attributes(modules))
+    weights = {**{name: w for name, w in weights.items() if name in stored}, **constants, **weights}
     more: dict[str, Any] = {"short": frozenset(first.short), "batch": batch_places(sizes)}
     return Program(
         first.graph, None, weights, first.weight_of, first.inputs, first.results, first.out_tree, **more
@@ -123,6 +126,12 @@ def _names(model: torch.nn.Module, args: Any, kwargs: Any) -> list[str]:
             path = "_".join((name, *re.findall(r"\w+", pytree.keystr(keys))))
             names.append(re.sub("[^a-zA-Z0-9]", "_", path).lower())
     return names
+
+
+def _attributes(modules: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that modules hold as plain attributes, by path."""
+    held = ((f"{path}.{k}".lstrip("."), v) for path, m in modules for k, v in vars(m).items())
+    return {name: v for name, v in held if isinstance(v, torch.Tensor)}
 
 
 def _has_own_trace(m: torch.nn.Module) -> bool:
@@ -225,6 +234,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         self.used_len = False  #: the model called len() of a batch, which is a plain int and hides the open size
         self._counts: dict[str, int] = {}
         self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
+        self.constants: dict[str, torch.Tensor] = {}  #: placeholder -> tensor that no call made
         self.names, self.inputs = names, dict[str, str]()
         self.results: list[Any] = []
 
@@ -327,8 +337,12 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         return out
 
     def _node_of(self, t: torch.Tensor) -> torch.fx.Node:
-        n: torch.fx.Node | None = self.calls.get(t)
-        return self.give_up() if n is None else n
+        """Return the node that made a tensor; one for a constant if none did, as for an attribute or a number."""
+        if t not in self.calls:
+            if type(t) is not torch.Tensor or t.layout is not torch.strided:
+                self.give_up()
+            self.constants[self._placeholder(t)] = t
+        return self.calls[t]  # type: ignore[no-any-return]  # the dictionary is not typed
 
     def merge(self, other: "_Run", k: int) -> None:
         """Mark sizes as open that differ in the k-th further run, which must have made the same calls.
@@ -336,7 +350,13 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         Raises:
             Unrecordable: The other run made other calls, or returned something else.
         """
-        if len(self.graph.nodes) != len(other.graph.nodes) or needs_functionalization(self.graph):
+        constants = zip(self.constants.values(), other.constants.values(), strict=False)
+        if (
+            len(self.graph.nodes) != len(other.graph.nodes)
+            or needs_functionalization(self.graph)
+            or self.constants.keys() != other.constants.keys()
+            or not all(a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in constants)
+        ):
             raise Unrecordable
         for n, m in zip(self.graph.nodes, other.graph.nodes, strict=True):
             _merged(n, m, k)
@@ -350,6 +370,24 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         }
         if results != self.results or self.out_tree != other.out_tree or operators.intersection(self.inputs.values()):
             raise Unrecordable
+
+    def constants_by_name(
+        self, held: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the constants by the names that `torch.export` gives them, which become those of weights.
+
+        Args:
+            held, after: tensors that modules held as attributes before and after all runs.
+
+        Raises:
+            Unrecordable: The model replaced one of them, so that it is no constant.
+        """
+        names, lifted = {id(t): name for name, t in held.items()}, itertools.count()
+        for placeholder, t in self.constants.items():
+            name = self.weight_of[placeholder] = names.get(id(t)) or f"lifted_tensor_{next(lifted)}"
+            if name in held and after.get(name) is not t:
+                raise Unrecordable
+        return {self.weight_of[p]: t.detach().clone() for p, t in self.constants.items()}  # outside of inference mode
 
     def drop_unused(self) -> None:
         """Remove calls whose results nothing reads, as `torch.export` does."""
