@@ -2,9 +2,10 @@
 
 The recorded calls are those that `torch.export` finds, without its tracer, which takes a second to load and another
 second for a medium-sized network. In inference mode, no call is decomposed before a dispatch mode sees it. Where two
-runs differ, the cause is the size in which their inputs differ: the batch, or a size that differs among examples. Where
-a run could hide something (the model reads values, computes with sizes, writes state) recording raises `Unrecordable`,
-and the model is left to `torch.export`, where only the batch is open.
+runs differ, the cause is the size in which their inputs differ: the batch, or a size that differs among examples. A
+tensor that no call made (an attribute of a module, Python numbers) is a constant if all runs have the same. Where a run
+could hide something (the model reads values, computes with sizes, writes state) recording raises `Unrecordable`, and
+the model is left to `torch.export`, where only the batch is open.
 """
 
 import contextlib
