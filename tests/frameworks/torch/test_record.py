@@ -222,10 +222,18 @@ def test_other_arguments_than_the_model_takes_are_refused_as_the_model_refuses_t
         capture(Function(lambda m, x: m.dense(x)), given)
 
 
-def test_a_layer_with_two_names_cannot_be_recorded():
-    layer = nn.Linear(4, 4)
-    with pytest.raises(Unrecordable):
-        record(nn.ModuleDict({"a": layer, "b": layer}), (torch.randn(2, 4),), {})
+ACT, DENSE, BLOCK = nn.ReLU(), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+SHARED = {
+    "an activation": nn.Sequential(nn.Linear(4, 4), ACT, nn.Linear(4, 4), ACT),
+    "layers of several blocks": nn.Sequential(nn.Sequential(DENSE, ACT), nn.Sequential(DENSE, nn.Tanh()), ACT),
+    "a block": nn.Sequential(BLOCK, BLOCK, ACT, nn.Sequential(ACT, BLOCK)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_layers_with_several_paths_have_those_of_torch_export(name):
+    model, batch = SHARED[name].eval(), torch.randn(2, 4)
+    assert contents(watched(model, batch)) == contents(exported(model, batch))
 
 
 CONVOLUTIONS = {

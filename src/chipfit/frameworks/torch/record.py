@@ -75,13 +75,14 @@ def record(
         or not all(isinstance(x, (torch.Tensor, bool, int, float, str, type(None))) for x in leaves)
         or not any(x.dim() for x in tensors)
         or len({*names}) < len(leaves)
-        or len({id(m) for _, m in modules}) < len(modules)
         or any(_has_own_trace(m) for _, m in modules)
     ):
         raise Unrecordable
-    path: list[str] = []
+    path, paths = _Path(), dict[int, list[str]]()
     for name, m in modules:
-        _track(name, m, path)
+        paths.setdefault(id(m), []).append(name)
+    for m in model.modules():
+        path.track(m, paths[id(m)])
     every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     stored = model.state_dict(keep_vars=True)
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
@@ -141,17 +142,28 @@ def _has_own_trace(m: torch.nn.Module) -> bool:
     return compiled or isinstance(getattr(m, "graph", None), torch.fx.Graph)
 
 
-def _track(name: str, m: torch.nn.Module, path: list[str]) -> None:
-    """Keep the path of a module in `path` while it runs; the innermost module is last."""
+class _Path(list[str]):
+    """The paths of the modules that run now; the innermost is last."""
 
-    def enter(*_: Any) -> None:
-        path.append(name)
+    def __init__(self) -> None:
+        self.seen = set[str]()  #: those that were entered in this run
 
-    def leave(*_: Any) -> None:
-        path.pop()
+    def track(self, m: torch.nn.Module, names: Sequence[str]) -> None:
+        """Keep the path of a module here while it runs: the first one inside of the module around it that is new."""
 
-    m.register_forward_pre_hook(enter, prepend=True)
-    m.register_forward_hook(leave)
+        def enter(*_: Any) -> None:
+            around = self[-1] if self else ""
+            inside = [n for n in names if n.rpartition(".")[0] == around] or [
+                n for n in names if not around or n.startswith(f"{around}.")
+            ]
+            self.append(next((n for n in inside if n not in self.seen), (inside or names)[0]))
+            self.seen.add(self[-1])
+
+        def leave(*_: Any) -> None:
+            self.pop()
+
+        m.register_forward_pre_hook(enter, prepend=True)
+        m.register_forward_hook(leave)
 
 
 class _Size(int):
@@ -223,7 +235,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         before: the first run; None in the first run.
     """
 
-    def __init__(self, names: Any, weights: Any, path: Any, old: int = 0, new: int = 0, before: Any = None) -> None:
+    def __init__(self, names: Any, weights: Any, path: _Path, old: int = 0, new: int = 0, before: Any = None) -> None:
         super().__init__()
         self.path, self.old, self.new, self.before = path, old, new, before
         self.graph = torch.fx.Graph()
@@ -261,6 +273,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         named = zip(placeholders, self.names, leaves, strict=True)
         self.inputs = {placeholder: name for placeholder, name, x in named if isinstance(x, torch.Tensor)}
         args, kwargs = pytree.tree_unflatten(leaves, tree)
+        self.path.seen.clear()
         try:
             with torch.inference_mode(), _exporting(), _Functions(self), self:
                 out = model(*args, **kwargs)
