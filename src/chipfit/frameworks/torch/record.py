@@ -3,7 +3,7 @@
 The recorded calls are those that `torch.export` finds, without its tracer, which takes a second to load and another
 second for a medium-sized network. In inference mode, no call is decomposed before a dispatch mode sees it. Where two
 runs differ, the cause is the size in which their inputs differ: the batch, or a size that differs among examples. A
-tensor that no call made (an attribute of a module, Python numbers) is a constant if all runs have the same. Where a run
+tensor from elsewhere (an attribute of a module, Python numbers) is a constant if all runs have the same. Where a run
 could hide something (the model reads values, computes with sizes, writes state) recording raises `Unrecordable`, and
 the model is left to `torch.export`, where only the batch is open.
 """
@@ -247,7 +247,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         self.used_len = False  #: the model called len() of a batch, which is a plain int and hides the open size
         self._counts: dict[str, int] = {}
         self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
-        self.constants: dict[str, torch.Tensor] = {}  #: placeholder -> tensor that no call made
+        self.constants: dict[str, torch.Tensor] = {}  #: placeholder -> tensor from elsewhere
         self.names, self.inputs = names, dict[str, str]()
         self.results: list[Any] = []
 
@@ -394,7 +394,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             held, after: tensors that modules held as attributes before and after all runs.
 
         Raises:
-            Unrecordable: The model replaced one of them, so that it is no constant.
+            Unrecordable: The model replaced one of them, so that it is not constant.
         """
         names, lifted = {id(t): name for name, t in held.items()}, itertools.count()
         for placeholder, t in self.constants.items():
