@@ -199,6 +199,11 @@ def test_an_attribute_that_is_replaced_is_no_constant_where_one_run_is_watched()
         record(Function(replaced).eval(), (torch.ones(2, 4),), {}, sizes=())
 
 
+def test_an_attribute_that_is_written_in_place_is_refused():
+    with pytest.raises(CaptureError, match="Constant loose is mutated"):
+        capture(Function(lambda m, x: x * m.loose.add_(1)).eval(), (torch.ones(2, 4),))
+
+
 def test_constants_of_a_recorded_model_can_be_trained_with():
     graph = watched(Function(SAME["attributes and numbers"]).eval(), torch.ones(2, 4))
     assert {"loose", "lifted_tensor_0", "lifted_tensor_1"} <= graph.weights.keys()

@@ -324,7 +324,7 @@ def export(
         shapes = pytree.tree_map(lambda x: open_axes.get(id(x)), bound)
     try:
         with quiet():
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+            program = _decomposed(torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False))
     except Exception as e:  # the user's code, traced by torch.export, may raise anything
         if not raised_outside_chipfit(e):
             raise
@@ -336,13 +336,17 @@ def export(
             ) from e
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
         raise CaptureError(f"The model cannot be captured: {short_message(e)}", where=users_line(e), hint=hint) from e
+    return replace(_program(program), batch=batch)
+
+
+def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Return a program without operators that are read in parts, and without writes that a reader would miss."""
     decompositions: dict[Any, Any] = {}
     if any(decomposition_of(n.target) for n in program.graph.nodes):
         for table in (torch._decomp.decomposition_table, torch.export.default_decompositions()):
             decompositions |= {op: decomposition_of(op, f) for op, f in table.items() if decomposition_of(op)}
-    if decompositions or needs_functionalization(program.graph):
-        program = program.run_decompositions(decompositions)
-    return replace(_program(program), batch=batch)
+    needed = decompositions or needs_functionalization(program.graph)
+    return program.run_decompositions(decompositions) if needed else program
 
 
 def _program(exported: torch.export.ExportedProgram) -> Program:
