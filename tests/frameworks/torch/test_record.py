@@ -72,7 +72,7 @@ def test_a_network_that_is_watched_has_the_graph_that_torch_export_gives(name):
     assert contents(watched(model, batch)) == contents(exported(model, batch))
 
 
-NUMBERS = np.arange(4, dtype=np.float32)
+NUMBERS, PARAMETER = np.arange(4, dtype=np.float32), nn.Parameter(torch.ones(4))
 SAME = {
     "the batch in a view": lambda m, x: x.view(x.shape[0], 2, -1).flatten(1),
     "a multiple of the batch in a view": lambda m, x: x.view(2 * x.shape[0], -1).sum(-1),
@@ -96,6 +96,7 @@ SAME = {
     "what is left out of an export": lambda m, x: x + 1 if torch.compiler.is_exporting() or x.sum() > 0 else x,
     "an entry that is written": lambda m, x: x.tanh().index_fill_(1, torch.tensor([0]), 0.0),
     "attributes and numbers": lambda m, x: x * m.loose - torch.tensor([1.0, 2, 3, 4]) + torch.from_numpy(NUMBERS),
+    "a parameter of no module": lambda m, x: x * PARAMETER,
     "a choice by a fixed axis": lambda m, x: m.dense(x) if x.shape[-1] > 3 and x.is_floating_point() else x,
 }
 

@@ -353,7 +353,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
     def _node_of(self, t: torch.Tensor) -> torch.fx.Node:
         """Return the node that made a tensor; one for a constant if none did, as for an attribute or a number."""
         if t not in self.calls:
-            if type(t) is not torch.Tensor or t.layout is not torch.strided:
+            if type(t) not in (torch.Tensor, torch.nn.Parameter) or t.layout is not torch.strided:
                 self.give_up()
             self.constants[self._placeholder(t)] = t
         return self.calls[t]  # type: ignore[no-any-return]  # the dictionary is not typed
