@@ -224,6 +224,9 @@ def _chosen(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[dic
     They are those with the names of the inputs; one with a usual name; arrays without names; or the only one, whatever
     its name, of a model with one input.
     """
+    plain = {k.removeprefix("serving_default_").removesuffix(":0"): v for k, v in arrays.items()}
+    if not {*names} & {*arrays} and {*names} <= {*plain}:  # TensorFlow names the inputs of a signature in this way
+        arrays = plain
     named = [n for n in names if n in arrays]
     if named:
         return {n: arrays[n] for n in named}, named != list(names[: len(named)])

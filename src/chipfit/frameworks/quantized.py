@@ -30,6 +30,7 @@ class QuantizedFile:
     content: bytes  #: a file that computes the same, whose tensors have the names of the graph
     given: bytes = b""  #: the file itself, where `content` is another network
     not_simulated: str = ""  #: why its integers are not compared with a simulation, if they are not
+    runtime: str | None = None  #: the only runtime that has kernels for it, if not its platform's
 
 
 def stored_as(

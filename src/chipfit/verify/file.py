@@ -70,7 +70,7 @@ def verify_file(
             its type are taken as they are.
         platform: whose arithmetic is simulated; by default LiteRT's for the bits of the file's activations, or ONNX
             Runtime's.
-        runtime: a registered runtime for such files; by default the platform's own.
+        runtime: a registered runtime for such files; by default the platform's own, or the only one that can run it.
         batches: stop after this many.
 
     Raises:
@@ -102,6 +102,7 @@ def verify_file(
         named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)
         named.write_bytes(found.content)
         try:
+            runtime = runtime or found.runtime
             out = verify(found.graph, found.plan, chosen, numbers, runtime=runtime, path=named, batches=batches)
         except (RuntimeError, IndexError) as e:  # of torch, where a size was taken for a constant
             what = f"The network that was read does not take these data: {first_line(e)}"

@@ -150,6 +150,16 @@ def test_names_of_constants_do_not_decide_what_they_are(tmp_path):
     assert found.exact and found.integers, str(found)
 
 
+def test_the_scales_of_vectors_lie_along_their_only_axis_whatever_the_file_says(tmp_path):
+    file, x = written(tmp_path)
+
+    def misplace(graph):
+        (bias,) = (t for t in graph.tensors if t.type == schema.TensorType.INT32 and list(t.shape) == [6])
+        bias.quantization.quantizedDimension = 3
+
+    assert chipfit.verify_file(edited(file, misplace, tmp_path / "old.tflite"), [x]).exact
+
+
 def test_a_linear_layer_may_read_images_without_a_reshape(tmp_path):
     file, x = written(tmp_path)
 

@@ -102,6 +102,7 @@ def test_states_stay_from_step_to_step_of_a_stream_only(tmp_path):
         ("litert", "i2"),
         pytest.param("tflm", "i2", marks=MICRO),
         pytest.param("tflm", "i1", marks=MICRO),
+        pytest.param(None, "i1", marks=MICRO),  # the runtime that has a kernel for it
     ],
 )
 def test_an_svdf_computes_the_simulated_integers(tmp_path, runtime, state):

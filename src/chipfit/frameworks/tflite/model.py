@@ -162,6 +162,8 @@ class TfliteModel:
         self._interpreter: Any = None  #: open inside a session
         try:
             self._check_start()
+            if (mended := self._with_axes_of_vectors()) is not None:
+                self.content = Content(mended)
             with self.session() as interpreter:  # which checks all offsets
                 self._read(self.table())
                 check_operators(self)
@@ -193,6 +195,23 @@ class TfliteModel:
         if count > MOST_OPERATORS:
             got, allowed = f"{count:,} operators", f"at most {MOST_OPERATORS:,}"
             raise CaptureError("The network is too large a graph", where=self.where, got=got, allowed=allowed)
+
+    def _with_axes_of_vectors(self) -> bytes | None:
+        """Return the file with the scales of vectors along their only axis; None if they are.
+
+        Old converters wrote the axis of the weights there, which LiteRT refuses and microcontrollers ignore.
+        """
+        with self.content.opened():
+            content, places = self.content.everything(), list[int]()
+            graph = schema.Model.GetRootAs(content, 0).Subgraphs(0)
+            for t in (graph.Tensors(k) for k in range(graph.TensorsLength())):
+                q = t.Quantization() if t.ShapeLength() == 1 else None
+                if q is not None and q.QuantizedDimension() > 0:
+                    places.append(q._tab.Pos + q._tab.Offset(16))
+            out = bytearray(content if places else b"")
+        for at in places:
+            out[at : at + 4] = bytes(4)
+        return bytes(out) if places else None
 
     def _read(self, table: Any) -> None:
         """Keep what the tables of the file hold.

@@ -82,7 +82,8 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     notes["joined"] = {name: [names[k] for k in indices] for name, indices in reading.parts.items()}
     copies = {copy: source for copy, (source, _) in moved.copies.items() if {copy, source} <= graph.weights.keys()}
     notes["joined"] |= {copy: [source] for copy, source in copies.items()}  # with other axes for some readers
-    return QuantizedFile(graph, plan, _named(model, names, notes), not_simulated=_not_simulated(model))
+    content, runtime = _named(model, names, notes), "tflm" if model.unrunnable else None
+    return QuantizedFile(graph, plan, content, not_simulated=_not_simulated(model), runtime=runtime)
 
 
 def _not_simulated(model: TfliteModel) -> str:
