@@ -176,6 +176,13 @@ def test_shape_arithmetic_is_folded_and_the_batch_stays_open(batch):
     assert [(n.op, n.attrs) for n in graph] == [("Reshape", {"shape": (-1, 12)})]
 
 
+def test_the_largest_values_may_be_all_of_an_open_axis():
+    """PyTorch's exporter sorts the lengths of sequences in this way."""
+    nodes = [helper.make_node("Shape", ["x"], ["k"]), helper.make_node("TopK", ["x", "k"], ["y", "at"])]
+    graph = capture(small(nodes, {"x": ["n"]}, ["y"], {}), (torch.randn(6),))
+    assert run(graph, [torch.tensor([1.0, 3, 2])])[graph.outputs[0]].tolist() == [3, 2, 1]
+
+
 def test_an_if_that_depends_on_data_chooses_between_the_results_of_both_branches(tmp_path):
     """A verifier runs where a wake word is likely, as in the models of openWakeWord."""
     draw = np.random.default_rng(0)

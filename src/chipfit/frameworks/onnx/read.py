@@ -812,13 +812,14 @@ def _is_nan(c: OnnxCall) -> Any:
 
 @reads("TopK")
 def _top_k(c: OnnxCall) -> Any:
-    k = c.integers("k", 1)
-    if k is None or c.attr("sorted") == 0:
+    x, count, axis, largest = c.operand(0), c.optional(1), c.attr("axis"), c.attr("largest")
+    every = count is not None and [n.item() for n in count.numbers] == [m.shape[axis] for m in x.metas]
+    k = None if every else c.integers("k", 1)
+    if (k is None and not every) or c.attr("sorted") == 0:
         raise Unreadable
-    axis, largest = c.attr("axis"), c.attr("largest")
-    attrs = {"k": k[0], "axis": axis, "largest": largest is None or bool(largest)}
+    attrs = {"k": k and k[0], "axis": axis, "largest": largest is None or bool(largest)}
     names = [o or f"{c.name}_{k}" for k, o in enumerate(c.outputs)]
-    return c.steps("TopK", [c.operand(0)], names, **attrs)
+    return c.steps("TopK", [x], names, **attrs)
 
 
 @reads("Tile")
