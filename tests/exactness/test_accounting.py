@@ -98,6 +98,16 @@ def test_calibration_data_are_told_in_other_batches_and_after_saving(fitted, tmp
     assert found.calibrated == 4 and "\nall samples are calibration data: " in found.summary()
 
 
+def test_samples_are_counted_behind_the_steps_that_come_first():
+    class Last(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x)[0][-1]
+
+    x = torch.randn(10, 4, 6)
+    found = quantized(Last(6, 8), [x], "tflite_int8").verify([x])
+    assert found.samples == found.calibrated == 4
+
+
 def test_accuracy_comes_with_its_number_of_samples(fitted):
     result, x = fitted
     found = result.verify([(x[:5], torch.zeros(5, dtype=torch.long)), (x[12:], torch.ones(8, dtype=torch.long))])

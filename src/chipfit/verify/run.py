@@ -218,7 +218,8 @@ class Comparator:
         limit = None if label is not None else self.end_to_end_samples
         end_to_end = limit is None or self.out.end_to_end_samples < limit
         self.out.samples += samples
-        self.out.calibrated += self.calibration.count_known(inputs)
+        rows = max(next((len(x) for x in inputs if x.dim()), 1), 1)  # more or fewer than samples where steps come first
+        self.out.calibrated += samples * self.calibration.count_known(inputs) // rows
         try:
             got = self._run([x.numpy() for x in inputs])
         except RuntimeUnavailable:
