@@ -15,7 +15,7 @@ from chipfit.frameworks.onnx.limits import TRAPPING, traps
 from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened, refuse_quantized
 from chipfit.frameworks.onnx.requantize import float_network
 from chipfit.frameworks.onnx.runtime import OnnxFunction, only_here, run_flat
-from chipfit.frameworks.onnx.translate import translate
+from chipfit.frameworks.onnx.translate import TOO_MANY_STEPS, translate
 from chipfit.frameworks.reading import mixes_samples
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
@@ -61,6 +61,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
                     turned.in_spec = json.dumps({**json.loads(turned.in_spec), "batch": axes})
                     graph = graph if other else turned
         except CaptureError as e:
+            if e.what == TOO_MANY_STEPS:
+                raise
             tried = e.with_traceback(None)  # whose frames hold weights
             why = e.what
         if why:

@@ -31,6 +31,7 @@ _FOLDED = 1 << 16
 _MOVED = 1 << 28
 #: nodes that the steps of all loops may have
 _MOST_UNROLLED = 10_000
+TOO_MANY_STEPS = "The steps of the model's loops have too many nodes"
 _MOVES = "Reshape Transpose Squeeze Unsqueeze Flatten Identity".split()
 _RANDOM = "RandomNormal RandomUniform RandomNormalLike RandomUniformLike Bernoulli Multinomial".split()
 
@@ -131,6 +132,8 @@ class Translator:
         if kind in ("Shape", "Size"):
             return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
         numbers = [x is None or bool(x.numbers and not x.name) for x in inputs]
+        if kind == "Identity" and numbers == [True]:
+            return inputs
         plain = node.op_type not in CONTROL_FLOW  # nodes inside control flow are checked one by one
         try:
             check_attributes(node)
@@ -192,8 +195,8 @@ class Translator:
         """Read a graph of control flow with these inputs; return its outputs."""
         self.unrolled_nodes += len(graph)
         if self.unrolled_nodes > _MOST_UNROLLED:
-            what, allowed = "The steps of the model's loops have too many nodes", f"at most {_MOST_UNROLLED:,}"
-            raise CaptureError(what, where=self.model.where, allowed=allowed, hint="shorten the loops")
+            allowed = f"at most {_MOST_UNROLLED:,}"
+            raise CaptureError(TOO_MANY_STEPS, where=self.model.where, allowed=allowed, hint="shorten the loops")
         self.builder.env |= {v.name or "": x for v, x in zip(graph.inputs, inputs, strict=True)}
         for name, value in graph.initializers.items():
             self.builder.env[name] = self.initialiser(name, value)
