@@ -838,9 +838,15 @@ def _scatter_nd(c: OnnxCall) -> Any:
     if not axes:
         return new
     axis, start = axes[0], int(first[axes[0]])
-    spans = (0, start), (start + sizes[axis], whole[axis])
-    parts = [[c.step("Slice", [x], axis=axis, start=a, end=b, step=1)] if a < b else [] for a, b in spans]
-    return c.emit("Concat", [*parts[0], new, *parts[1]], axis=axis)
+    before, after = (_span(c, x, axis, a, b) for a, b in ((0, start), (start + sizes[axis], whole[axis])))
+    return c.emit("Concat", [*before, new, *after], axis=axis)
+
+
+def _span(c: OnnxCall, x: Operand, axis: int, start: int, end: int) -> list[Operand]:
+    """Return a part of an axis; none of no elements."""
+    if x.constant is not None and not x.name and start < end:
+        return [c.builder.constants([x.constant.take(range(start, end), axis)])]
+    return [c.step("Slice", [x], axis=axis, start=start, end=end, step=1)] if start < end else []
 
 
 @reads("Tile")

@@ -28,10 +28,10 @@ class Tflite(Framework):
         return {n: tuple(None if d < 0 else d for d in t.signature) for n, t in zip(model.names, model.inputs)}
 
     def example(self, model: Any) -> Any:
-        shapes = [t.signature for t in model.inputs]
-        if len(shapes) != 1 or any(d < 1 for d in shapes[0][1:]):
+        if any(d < 1 for t in model.inputs for d in t.signature[1:]):
             return None
-        return torch.randn(max(shapes[0][0], 1), *shapes[0][1:])
+        made = [torch.randn([max(d, 1) for d in t.signature]).to(getattr(torch, t.dtype)) for t in model.inputs]
+        return made[0] if len(made) == 1 else tuple(x if x.is_floating_point() else x.abs() for x in made)
 
     def run(self, model: Any, inputs: Any) -> Any:
         flat = list(inputs.values()) if isinstance(inputs, dict) else inputs
