@@ -297,24 +297,15 @@ def relu(**more):
     return small([helper.make_node("Relu", ["x"], ["y"], **more)], {"x": ["n", 3]}, ["y"])
 
 
-def test_truncated_files_are_refused():
-    data = relu().SerializeToString()
-    for end in range(0, len(data), 3):
-        with contextlib.suppress(CaptureError):
-            load_model(data[:end])
-
-
 def test_a_damaged_file_is_read_or_refused_by_a_typed_error(tmp_path):
-    """Bytes changed or left out at random places, 300 times."""
+    """Bytes changed, left out at random places, or missing at the end, 300 times."""
     (batch,), draw = batches(1), np.random.default_rng(0)
     whole = export_onnx(capture(network(), (batch,)), None, tmp_path / "net.onnx").read_bytes()
     for k in range(300):
         damaged = bytearray(whole)
         at = int(draw.integers(len(whole)))
-        if k % 2:
-            damaged[at] = int(draw.integers(256))
-        else:
-            del damaged[at : at + int(draw.integers(1, 20))]
+        damaged[at : at + 1 + k % 3 * 10] = [draw.bytes(1), b"", b""][k % 3]
+        damaged = damaged[:at] if k % 10 == 0 else damaged
         with contextlib.suppress(chipfit.errors.ChipfitError):
             capture(load_model(bytes(damaged)), (batch,))
 

@@ -202,13 +202,11 @@ class TfliteModel:
         Old converters wrote the axis of the weights there, which LiteRT refuses and microcontrollers ignore.
         """
         with self.content.opened():
-            content, places = self.content.everything(), list[int]()
-            graph = schema.Model.GetRootAs(content, 0).Subgraphs(0)
-            for t in (graph.Tensors(k) for k in range(graph.TensorsLength())):
-                q = t.Quantization() if t.ShapeLength() == 1 else None
-                if q is not None and q.QuantizedDimension() > 0:
-                    places.append(q._tab.Pos + q._tab.Offset(16))
-            out = bytearray(content if places else b"")
+            graph = schema.Model.GetRootAs(self.content.everything(), 0).Subgraphs(0)
+            vectors = [t for t in map(graph.Tensors, range(graph.TensorsLength())) if t.ShapeLength() == 1]
+            found = [q for t in vectors if (q := t.Quantization()) is not None and q.QuantizedDimension() > 0]
+            places = [q._tab.Pos + q._tab.Offset(16) for q in found]
+            out = bytearray(self.content.everything() if places else b"")
         for at in places:
             out[at : at + 4] = bytes(4)
         return bytes(out) if places else None

@@ -465,19 +465,12 @@ def _clamp(c: Call) -> Value:
     return c.emit("Clamp", [c.value(0)], min=-1.0 if c.op.kind == "RELU_N1_TO_1" else 0.0, max=1.0)
 
 
-@reads("LEAKY_RELU")
-def _leaky_relu(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], negative_slope=float(c.option("alpha", 0.0)))
-
-
-@reads("ELU")
-def _elu(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], alpha=1.0)
-
-
-@reads("GELU")
-def _gelu(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], approximate="tanh" if c.option("approximate", False) else "none")
+@reads("LEAKY_RELU ELU GELU")
+def _activation(c: Call) -> Value:
+    attrs: dict[str, dict[str, Any]] = {"ELU": {"alpha": 1.0}}
+    attrs["LEAKY_RELU"] = {"negative_slope": float(c.option("alpha", 0.0))}
+    attrs["GELU"] = {"approximate": "tanh" if c.option("approximate", False) else "none"}
+    return c.emit(c.canonical, [c.value(0)], **attrs[c.op.kind])
 
 
 @reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")
@@ -567,18 +560,11 @@ def _top_k(c: Call) -> list[Value]:
     (k,), x = c.integers(1), c.value(0)
     outs = [(c.shape(0), c.out[0].dtype), (c.shape(1), "int64")]
     values, index = c.parts(c.canonical, [x], outs, c.name, k=k, axis=len(x.shape) - 1, largest=True)
-    return [
-        values,
-        c.part("Cast", [index], index.shape, kind=c.out[1].dtype, called=c.out[1].name, dtype=c.out[1].dtype),
-    ]
+    kind, name = c.out[1].dtype, c.out[1].name
+    return [values, c.part("Cast", [index], index.shape, kind=kind, called=name, dtype=kind)]
 
 
 # ---------------------------------------------------------------- what moves numbers
-
-
-@reads("CONCATENATION")
-def _concat(c: Call) -> Value:
-    return c.emit(c.canonical, [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
 def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
@@ -591,9 +577,9 @@ def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
     return axis == 0 and c.reading.open_batch
 
 
-@reads("PACK")
-def _pack(c: Call) -> Value:
-    if _of_one_sample(c, len(c.op.inputs), c.axis()):
+@reads("CONCATENATION PACK")
+def _joined(c: Call) -> Value:
+    if c.op.kind == "PACK" and _of_one_sample(c, len(c.op.inputs), c.axis()):
         return c.emit("Reshape", [c.value(0)], shape=c.static())
     return c.emit(c.canonical, [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
@@ -620,19 +606,10 @@ def _reshape(c: Call) -> Value:
     return c.emit("Reshape", [c.value(0)], shape=c.static())
 
 
-@reads("TRANSPOSE")
-def _transpose(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], perm=c.integers(1))
-
-
-@reads("TILE")
-def _tile(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], repeats=c.integers(1))
-
-
-@reads("BROADCAST_TO")
-def _broadcast(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], shape=c.static())
+@reads("TRANSPOSE TILE BROADCAST_TO")
+def _rearranged(c: Call) -> Value:
+    word = {"TRANSPOSE": "perm", "TILE": "repeats"}.get(c.op.kind, "shape")
+    return c.emit(c.canonical, [c.value(0)], **{word: c.static() if word == "shape" else c.integers(1)})
 
 
 @reads("STRIDED_SLICE SLICE")
@@ -655,16 +632,12 @@ def _slice(c: Call) -> Value:
             continue
         start = 0 if begin_mask >> k & 1 else begin[k]
         stop = None if end_mask >> k & 1 else end[k]
-        if (
-            start == 0
-            and step[k] == 1
-            and (stop is None or (size is not None and stop >= size) or (size is None and stop == 1))
-        ):
+        whole = stop is None or (stop == 1 if size is None else stop >= size)
+        if (start, step[k], whole) == (0, 1, True):
             continue
         require(size is not None, "it cuts the batch")
-        count = len(range(*slice(start, stop, step[k]).indices(size or 0)))
         lo, hi, by = slice(start, stop, step[k]).indices(size or 0)
-        shape = (*y.shape[:k], count, *y.shape[k + 1 :])
+        shape = (*y.shape[:k], len(range(lo, hi, by)), *y.shape[k + 1 :])
         y = c.part("Slice", [y], shape, kind=y.dtype, axis=k, start=lo, end=hi, step=by)
     return y
 
@@ -675,8 +648,8 @@ def _gather(c: Call) -> Value:
         return _gather_within(c, batched)
     if c.is_constant(0) and not c.option("axis", 0) and len(c.dims(0)) == 2:
         return c.emit("Embedding", [c.weight(0, trains=True), c.value(1)])
-    x = c.value(0)
-    return c.emit("Gather", [x, c.operand(1)], axis=c.axis(rank=len(x.shape)))
+    x, shape = _named_with_shape(c, 0)
+    return c.emit("Gather", [x, c.operand(1)], axis=c.axis(rank=len(shape)))
 
 
 def _gather_within(c: Call, batched: int) -> Value:
