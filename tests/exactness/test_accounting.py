@@ -99,13 +99,8 @@ def test_calibration_data_are_told_in_other_batches_and_after_saving(fitted, tmp
 
 
 def test_samples_are_counted_behind_the_steps_that_come_first():
-    class Last(nn.LSTM):
-        def forward(self, x):
-            return super().forward(x)[0][-1]
-
-    x = torch.randn(10, 4, 6)
-    found = quantized(Last(6, 8), [x], "tflite_int8").verify([x])
-    assert found.samples == found.calibrated == 4
+    x, last = torch.randn(10, 4, 6), model_of(lambda m, x: m.steps(x)[0][-1], steps=nn.LSTM(6, 8))
+    assert (found := quantized(last, x, "tflite_int8").verify([x])).samples == found.calibrated == 4
 
 
 def test_accuracy_comes_with_its_number_of_samples(fitted):

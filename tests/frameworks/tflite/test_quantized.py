@@ -10,7 +10,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import CaptureError, DataError, UnsupportedError
 from tests.build import sequential
-from tests.frameworks.tflite.test_read import float_file
+from tests.frameworks.tflite.test_read import float_file, tensorflow_file
 
 pytest.importorskip("ai_edge_litert")
 import flatbuffers
@@ -154,8 +154,7 @@ def test_the_scales_of_vectors_lie_along_their_only_axis_whatever_the_file_says(
     file, x = written(tmp_path)
 
     def misplace(graph):
-        (bias,) = (t for t in graph.tensors if t.type == schema.TensorType.INT32 and list(t.shape) == [6])
-        bias.quantization.quantizedDimension = 3
+        next(t for t in graph.tensors if list(t.shape) == [6]).quantization.quantizedDimension = 3
 
     assert chipfit.verify_file(edited(file, misplace, tmp_path / "old.tflite"), [x]).exact
 
@@ -224,10 +223,8 @@ def pixels(tf, x):
     y = tf.nn.relu6(tf.nn.conv2d(x, kernel(1, 1, 32, 40), 1, "VALID") + kernel(40))
     y = tf.nn.conv2d(y, kernel(3, 3, 40, 32), 2, "SAME") + kernel(32)
     y = tf.nn.relu(tf.nn.depthwise_conv2d(y, kernel(3, 3, 32, 4), [1, 1, 1, 1], "SAME") + kernel(128))
-    y = (
-        tf.nn.conv2d(y, kernel(1, 1, 128, 24), 2, "VALID")
-        + tf.nn.conv2d(y, kernel(1, 1, 128, 24), 1, "VALID")[:, ::2, ::2]
-    )
+    z = tf.nn.conv2d(y, kernel(1, 1, 128, 24), 2, "VALID")
+    y = z + tf.nn.conv2d(y, kernel(1, 1, 128, 24), 1, "VALID")[:, ::2, ::2]
     return tf.matmul(tf.reduce_mean(y, [1, 2]), kernel(24, 64)) + kernel(64)
 
 
@@ -244,13 +241,7 @@ def turned(tf, x):
 def dynamic_file(tmp_path, network, *shape):
     """Return a file of TensorFlow's converter whose weights alone are integers."""
     tf = pytest.importorskip("tensorflow")
-    wanted = [tf.TensorSpec([1, *shape], tf.float32)]
-    concrete = tf.function(lambda x: network(tf, x), input_signature=wanted).get_concrete_function()
-    made = tf.lite.TFLiteConverter.from_concrete_functions([concrete], tf.Module())
-    made.optimizations = [tf.lite.Optimize.DEFAULT]
-    file = tmp_path / "dynamic.tflite"
-    file.write_bytes(made.convert())
-    return file
+    return tensorflow_file(lambda x: network(tf, x), [1, *shape], tmp_path / "dynamic.tflite", optimized=True)
 
 
 @pytest.mark.parametrize("network", [pixels, rows])
