@@ -287,6 +287,10 @@ def test_every_part_keeps_to_its_budget():
     assert {part: lines for part, lines in size.items() if lines > BUDGETS[part]} == {}
 
 
+def test_the_story_of_a_call_stands_on_one_page():
+    assert lines_of_code((PACKAGE / "pipeline.py").read_text()) <= 150
+
+
 def test_no_code_is_exempt_from_formatting():
     assert not [str(p) for p in MODULES if "fmt: " + "skip" in p.read_text() or "fmt: " + "off" in p.read_text()]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from chipfit import steps
 from chipfit.calibration.collect import TensorStats
+from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.correction.measured_bias import MeasuredBiases, Samples
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
@@ -25,7 +26,7 @@ from chipfit.decide.insertions import narrowed, requantize, with_dynamic, withou
 from chipfit.decide.integers_only import require_integers
 from chipfit.decide.legality import plan_limits
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
-from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, with_results
+from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, to_record, with_results
 from chipfit.decide.statistics import DEFAULT_RULES, RangeRules, declared
 from chipfit.errors import NothingQuantizedError
 from chipfit.graph.ir import Graph, Node
@@ -33,9 +34,11 @@ from chipfit.graph.linear import is_linear
 from chipfit.passes.composites import Whole, close_composites, composites_in, open_composites
 from chipfit.passes.fuse import fuse
 from chipfit.passes.shift_negative import fuse_shifts
+from chipfit.plan import record
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.platform.match import IntegerOperators, dictated_scale, fusions, lists_in_float, runs_in_integers, sets_of
 from chipfit.platform.schema import Platform
+from chipfit.ranges import name_of
 from chipfit.registry import lookup
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.settings import DEFAULT_SETTINGS, Settings
@@ -312,3 +315,11 @@ def plan_of(d: Decision) -> Plan:
         provenance={**d.provenance, **{k: v for k, v in own.items() if v is not None}},
         **plan_limits(d.graph, d.assignment.constraints, d.tensors),
     )
+
+
+def provenance_of(d: Decision, samples: SampleHashes) -> dict[str, Any]:
+    """Return where a plan comes from: versions, hashes, settings, and fingerprints of the samples."""
+    rules = {"rule": name_of(d.rules.rule), "weight_rule": name_of(d.rules.weight_rule)}
+    asked = {"overrides": to_record(d.overrides) or None, "steps": d.settings.to_record() or None, "seed": d.seed}
+    found = record.provenance_of(d.graph, d.platform, samples.hash, **asked, **rules, z_threshold=d.rules.z_threshold)
+    return {**found, "samples": sorted(samples.digests)}

@@ -4,7 +4,6 @@
 its own part filled in; `Result` then makes the model, the file, the report and the proof of it.
 """
 
-import logging
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -19,16 +18,14 @@ from chipfit.calibration.progress import Progress
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.calibration.source import CalibrationData
 from chipfit.decide import statistics
-from chipfit.decide.overrides import Overrides, to_record
-from chipfit.decision import Decision, choose_scales, decide, plan_of
+from chipfit.decide.overrides import Overrides
+from chipfit.decision import Decision, decide, plan_of, provenance_of
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.engine.trees import with_states
 from chipfit.errors import Interrupted, interruption_note
 from chipfit.export.tflite import footprint
 from chipfit.frameworks import check, load_model
-from chipfit.graph.edit import with_weights_of
-from chipfit.plan.record import provenance_of
 from chipfit.plan.training import Training
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
@@ -40,7 +37,7 @@ from chipfit.request import Request, check_limits, check_options, settings_for
 from chipfit.result import Result, bits_of_weights, corrected
 from chipfit.rounding.lost_parts import lost_part_warnings
 from chipfit.search import repairs
-from chipfit.search.chip_memory import fit_widths, too_large
+from chipfit.search.chip_memory import check_memory, fit_widths
 from chipfit.search.choose import search_widths
 from chipfit.search.limits import Limits
 from chipfit.search.losses import RoundingModel
@@ -123,36 +120,13 @@ def quantize(
     )
     chip = load_platform(platform)
     check_limits(limits, chip)
-    decision = Decision(
-        platform=chip,
-        overrides=overrides,
-        settings=settings_for(settings, trained_by, chip),
-        rules=rules,
-        seed=int(seed),
-    )
+    chosen = settings_for(settings, trained_by, chip)
+    decision = Decision(platform=chip, overrides=overrides, settings=chosen, rules=rules, seed=int(seed))
     for stage in (capture_model, assign_formats, collect_statistics, choose_ranges, repair, search_bits):
         decision = stage(request, decision)
-    return kept_in_memory(request, correct(request, *make_plan(request, decision)))
-
-
-@preserve_random_state
-@torch_defaults()
-def in_float(
-    model: Any, data: Any, platform: str | Path | Platform, settings: Settings = DEFAULT_SETTINGS, example: Any = None
-) -> Result:
-    """Return a network after the rewrites that need no data, such as folded batch norms, with every tensor in float.
-
-    Weights that no rewrite changed have the memory format of the model's own, with which an operator computes the same
-    bits; those that nothing reads any more are left out. Arguments and errors are those of `quantize`.
-    """
-    source, chip = CalibrationData(data, example), load_platform(platform)
-    request = Request(model=load_model(model), data=source, limits=None, training=None, progress=Progress(False))
-    rules = statistics.RangeRules(rule="mse", weight_rule="mse")
-    d = Decision(platform=chip, overrides=None, settings=settings_for(settings, None, chip), rules=rules)
-    d = capture_model(request, d)
-    d = replace(d, graph=with_weights_of(d.graph, d.captured or d.graph))
-    d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
-    return Result(d.graph, plan_of(d), d, request.progress.seconds)
+    result = correct(request, *make_plan(request, decision))
+    check_memory(limits, result.graph, result.plan, footprint)
+    return result
 
 
 def capture_model(request: Request, d: Decision) -> Decision:
@@ -160,10 +134,9 @@ def capture_model(request: Request, d: Decision) -> Decision:
     with request.progress.stage("capture"):
         check(request.model)
         call, of_data = request.data.example_call(request.model), request.data.example is None
-        graph = with_states(read_model(request.model, *call, request.other_sizes, of_data=of_data), request.states)
-        warnings = [] if request.data.example is not None else check_input_scale(graph)
-        captured = graph
-        graph, rewrites = steps.rewrite(graph, d.platform, d.settings)
+        captured = with_states(read_model(request.model, *call, request.other_sizes, of_data=of_data), request.states)
+        warnings = check_input_scale(captured) if of_data else []
+        graph, rewrites = steps.rewrite(captured, d.platform, d.settings)
     d = replace(d, warnings=(*request.data.notes, *warnings), rewrites=tuple(rewrites))
     return replace(d, captured=captured, graph=graph, composites={})
 
@@ -178,13 +151,11 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
     """Run the float network over the data; where batches differ in size, start again with these sizes open."""
     data = request.data
     needed, on_trial = statistics_needed(d)
-    declared = statistics.declared(d.assignment, d.rules)
-    if request.limits is not None or declared or steps.rereads_data(on_trial):
+    if request.limits is not None or statistics.declared(d.assignment, d.rules) or steps.rereads_data(on_trial):
         data.keep()
     samples = SampleHashes()
-    batches = request.progress.count("calibrate", data.first_pass(d.graph, samples.add), data.count)
     try:
-        with closing(batches):
+        with closing(request.progress.count("calibrate", data.first_pass(d.graph, samples.add), data.count)) as batches:
             d = with_statistics(d, batches, needed)
     except SizeMismatch as e:
         if e.batch is None or data.read_once:
@@ -192,7 +163,7 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
         request = replace(request, other_sizes=(*request.other_sizes, e))
     else:
         warnings = (*d.warnings, *check_sample_count(d.graph, d.stats, len(samples.digests)))
-        return replace(d, warnings=warnings, provenance=_provenance(d, samples))
+        return replace(d, warnings=warnings, provenance=provenance_of(d, samples))
     return collect_statistics(request, assign_formats(request, capture_model(request, d)))
 
 
@@ -238,8 +209,7 @@ def make_plan(request: Request, d: Decision) -> tuple[Result, Settings]:
     settings, notes = steps.resolve_defaults(d.settings, bits, rule, not data.read_once)
     notes += lost_part_warnings(d.graph, plan, d.assignment, d.stats)
     plan = replace(plan, rewrites=(*plan.rewrites, *notes, *statistics.notes_of_missing(d.tensors)))
-    for warning in (n for n in plan.rewrites if request.progress.wanted and n.startswith("warning: ")):
-        logging.getLogger("chipfit").warning(warning)
+    request.progress.warn(plan.rewrites)
     result = Result(d.graph, plan, d, request.progress.seconds, data=None if data.read_once else data.data)
     result = result.trains(request.training) if request.training is not None else result
     if stopped := interruption_note(d.notes):
@@ -257,23 +227,3 @@ def correct(request: Request, result: Result, settings: Settings) -> Result:
             return result
         merit = repairs.merit_of(result.decision, result.graph, result.plan)
     return replace(result, plan=replace(result.plan, provenance={**result.plan.provenance, **merit}))
-
-
-def kept_in_memory(request: Request, result: Result) -> Result:
-    """Return the result, whose file keeps the limits on the chip's memory after corrections too.
-
-    Raises:
-        PlanError: it does not.
-    """
-    most = request.limits.of_file() if request.limits is not None else {}
-    if most and (found := footprint(result.graph, result.plan)).over(most):
-        raise too_large(found, most)
-    return result
-
-
-def _provenance(d: Decision, samples: SampleHashes) -> dict[str, Any]:
-    """Return where a plan comes from: versions, hashes, settings, and fingerprints of the samples."""
-    rules = {"rule": name_of(d.rules.rule), "weight_rule": name_of(d.rules.weight_rule)}
-    asked = {"overrides": to_record(d.overrides) or None, "steps": d.settings.to_record() or None, "seed": d.seed}
-    record = provenance_of(d.graph, d.platform, samples.hash, **asked, **rules, z_threshold=d.rules.z_threshold)
-    return {**record, "samples": sorted(samples.digests)}

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import chipfit
-from chipfit.pipeline import in_float
+from chipfit.mct.ptq import in_float
 from chipfit.simulate.onnxruntime import tanh
 from tests.build import needs_vnni
 

@@ -1,5 +1,6 @@
 """Progress of a long call: a bar with the time left on a terminal and in a notebook, elsewhere one line a stage."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -27,6 +28,12 @@ class Progress:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
+
+    def warn(self, notes: Iterable[str]) -> None:
+        """Log the warnings among the notes of a plan."""
+        for note in notes:
+            if self.wanted and note.startswith("warning: "):
+                logging.getLogger("chipfit").warning(note)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

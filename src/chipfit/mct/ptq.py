@@ -3,7 +3,8 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -11,9 +12,16 @@ import numpy as np
 
 from chipfit import pipeline
 from chipfit.calibration.data import call_of, iterate, no_data
+from chipfit.calibration.progress import Progress
 from chipfit.calibration.signature import expected_inputs
+from chipfit.calibration.source import CalibrationData
+from chipfit.decide.statistics import RangeRules
+from chipfit.decision import Decision, choose_scales, decide, plan_of
+from chipfit.engine.process import preserve_random_state
+from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import ConfigError, DataError, NothingQuantizedError, UnsupportedError
-from chipfit.frameworks import facts_of, framework_of
+from chipfit.frameworks import facts_of, framework_of, load_model
+from chipfit.graph.edit import with_weights_of
 from chipfit.graph.linear import is_linear, products
 from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
@@ -32,9 +40,11 @@ from chipfit.mct.whole_layers import whole_layers
 from chipfit.platform.load import load_platform
 from chipfit.platform.schema import WIDEST, Platform
 from chipfit.reading import read_model
+from chipfit.request import Request, settings_for
 from chipfit.result import Result
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.search.resources import peak_bytes, resources
+from chipfit.settings import DEFAULT_SETTINGS, Settings
 from chipfit.validation import check_value, without_effect
 
 __all__ = ["DataGenerator", "UserInformation", "keras_post_training_quantization"]
@@ -234,7 +244,7 @@ def quantize_model(
             result = _quantized(model, generator, platform, rules, options)
         except NothingQuantizedError as e:
             warnings.warn(f"The model stays in float: {e}", stacklevel=4)
-            result = pipeline.in_float(model, generator, platform, options["settings"], example)
+            result = in_float(model, generator, platform, options["settings"], example)
             return attach_result(result, model), UserInformation(result)
     if overwrite is not None:
         result = chosen_by_index(result, overwrite, generator, example)
@@ -330,6 +340,26 @@ def _with_scaled_inputs(
 
 #: choices that change the format of a layer
 _OF_FORMATS = "bits", "activation_bits", "weight_method", "method"
+
+
+@preserve_random_state
+@torch_defaults()
+def in_float(
+    model: Any, data: Any, platform: str | Path | Platform, settings: Settings = DEFAULT_SETTINGS, example: Any = None
+) -> Result:
+    """Return a network after the rewrites that need no data, such as folded batch norms, with every tensor in float.
+
+    Weights that no rewrite changed have the memory format of the model's own, with which an operator computes the same
+    bits; those that nothing reads any more are left out. Arguments and errors are those of `quantize`.
+    """
+    source, chip = CalibrationData(data, example), load_platform(platform)
+    request = Request(model=load_model(model), data=source, limits=None, training=None, progress=Progress(False))
+    rules = RangeRules(rule="mse", weight_rule="mse")
+    d = Decision(platform=chip, overrides=None, settings=settings_for(settings, None, chip), rules=rules)
+    d = pipeline.capture_model(request, d)
+    d = replace(d, graph=with_weights_of(d.graph, d.captured or d.graph))
+    d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
+    return Result(d.graph, plan_of(d), d, request.progress.seconds)
 
 
 def _quantized(model: Any, generator: Any, platform: Any, rules: Sequence[EditRule], options: dict[str, Any]) -> Result:

@@ -127,6 +127,17 @@ def _budgets(
         yield space.choose(_limits({**rest, "loss": _ANY_LOSS}, limits))
 
 
+def check_memory(limits: Limits | None, graph: Graph, plan: Plan, measure: Measure) -> None:
+    """Check that a file keeps the limits on the chip's memory, after corrections too.
+
+    Raises:
+        PlanError: it does not.
+    """
+    most = limits.of_file() if limits is not None else {}
+    if most and (found := measure(graph, plan)).over(most):
+        raise too_large(found, most)
+
+
 def too_large(found: Footprint, most: Mapping[str, float]) -> PlanError:
     """Return the error for a file that does not keep its limits, with the layer that needs most."""
     name = max(over := found.over(most), key=lambda k: over[k] / most[k])
