@@ -90,6 +90,8 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "LogicalNot": ([(*IMAGE, BOOL)], {}),
 }
 POSITIVE = {"Log", "Sqrt", "Rsqrt", "Pow"}
+#: operators of numbers in [-1, 1], and from 1 on
+SINES, ABOVE_ONE = {"Asin", "Acos", "Atanh"}, {"Acosh"}
 
 
 def value(shape: tuple, op: str) -> torch.Tensor:
@@ -97,7 +99,9 @@ def value(shape: tuple, op: str) -> torch.Tensor:
         return torch.randint(0, 3, shape[:-1])
     if shape[-1] == BOOL:
         return torch.rand(shape[:-1]) > 0.5
-    return torch.rand(shape) + 0.5 if op in POSITIVE else torch.randn(shape) * 2
+    if op in SINES:
+        return torch.rand(shape) * 1.8 - 0.9
+    return torch.rand(shape) + 0.5 + (op in ABOVE_ONE) if op in POSITIVE | ABOVE_ONE else torch.randn(shape) * 2
 
 
 def made(op: str) -> tuple[Node, list[torch.Tensor]]:

@@ -35,19 +35,20 @@ def names_label(model: Any, count: int) -> bool:
 
 def optional_labels(model: Any, names: Iterable[str]) -> set[str]:
     """Return those of the named arguments of a PyTorch model that hold labels and need not be given."""
-    parameters = {p.name: p for p in _positional(model) or []}
-    return {
-        n
-        for n in names
-        if n in LABEL_NAMES and n in parameters and parameters[n].default is not inspect.Parameter.empty
-    }
+    parameters, empty = {p.name: p for p in _parameters(model) or ()}, inspect.Parameter.empty
+    return {n for n in names if n in LABEL_NAMES and n in parameters and parameters[n].default is not empty}
+
+
+def _parameters(model: Any) -> Iterable[inspect.Parameter] | None:
+    """Return the parameters of a PyTorch model, or None if they are unknown."""
+    try:
+        return inspect.signature(model.forward).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return None
 
 
 def _positional(model: Any) -> list[inspect.Parameter] | None:
     """Return the positional parameters of a PyTorch model, or None if they are unknown."""
-    try:
-        parameters = inspect.signature(model.forward).parameters.values()
-    except (AttributeError, TypeError, ValueError):
-        return None
+    parameters = _parameters(model)
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    return [p for p in parameters if p.kind in kinds]
+    return None if parameters is None else [p for p in parameters if p.kind in kinds]

@@ -60,7 +60,7 @@ def open_composites(
         trial = Decomposition(alone, holds, stays, constants, taken, integers=True)
         parts = trial.parts(n)
         computing = [m for m in parts if not m.facts.moves]
-        few = len(computing) <= _FEW and not n.facts.weighted
+        few = len(computing) <= _FEW and not any(m.facts.weighted for m in (n, *parts))
         if (
             parts != [n]
             and all(has_kernel(trial.graph, m) for m in parts)

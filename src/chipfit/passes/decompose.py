@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from chipfit.engine.curves import Step, steps_of, text_of
 from chipfit.graph.folds import batch_norm_terms
@@ -217,7 +218,7 @@ def _adaptive(new: NewNodes, n: Node) -> str:
 
 
 def _one_by_one(new: NewNodes, n: Node) -> str:
-    """Compute the groups of a transposed convolution one by one."""
+    """Compute the groups of a convolution one by one."""
     if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
         new.refuse("its weight is computed at run time")
     groups, axis = n.attrs["groups"], len(new.shape(n.data)) - 1 if new.channels_last else 1
@@ -376,6 +377,22 @@ def _roll(new: NewNodes, n: Node) -> str:
     return x
 
 
+def _resize(new: NewNodes, n: Node) -> str:
+    """Multiply by the matrix of cubic interpolation along each axis of space, made the last one in turn."""
+    x, out, scale = n.data, new.shape(n.output), n.attrs["scale"]
+    if n.attrs["mode"] != "cubic" or None in out[1:]:
+        new.refuse("its interpolation is not cubic, or a size is open")
+    for k, axis in enumerate((1, 2) if new.channels_last else (2, 3)):
+        size, by = new.size(x, axis), scale and (scale[k], 1.0)
+        how: dict[str, Any] = {"size": None if by else (out[axis], size), "scale_factor": by, "mode": "bicubic"}
+        matrix = F.interpolate(torch.eye(size)[None, None], **how, align_corners=n.attrs["align_corners"])[0, 0]
+        order = [*(a for a in range(4) if a != axis), axis]
+        x = new.transpose(x, order) if axis < 3 else x
+        x = new("Linear", x, new.constant(matrix), gives=(*new.shape(x)[:-1], out[axis]))
+        x = new.transpose(x, [order.index(a) for a in range(4)]) if axis < 3 else x
+    return x
+
+
 def _space_to_depth(new: NewNodes, n: Node) -> str:
     """Order the new channels by (channel, row, column), as torch does."""
     b, batch, sizes = n.attrs["block"], new.shape(n.data)[0], new.sizes(n.data)
@@ -448,7 +465,7 @@ _BY_NAME: dict[str, Rule] = {
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
     *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _adaptive, _one_by_one),
-    *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _space_to_depth),
+    *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _resize, _space_to_depth),
     *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn),
 )
 #: operator -> its rule

@@ -27,14 +27,11 @@ from tests.simulate.one_operator import Codes, drawn, one
 REASONS = {op: f"{op} 'n': {why}" for op, why in REFUSED.items()} | {
     "DynamicQuantize": "integers 0..255 with a range for each tensor",
     "max with gaps": "its window is dilated",
-    "conv of a volume in groups": "it has groups",
     "transposed with gaps": "it has dilation",
     "transposed row beyond": "it has dilation",
     "transposed beyond": "reaches beyond the last window",
     "replicate": "padding mode 'replicate'",
     "cut off": "it cuts off",
-    "cubic": "mode 'cubic' over 2 axes",
-    "cubic between corners": "mode 'cubic' over 2 axes",
 }
 
 

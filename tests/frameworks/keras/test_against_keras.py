@@ -140,6 +140,7 @@ def functions(words):
 
 UNARY = """
     Relu Relu6 Sigmoid Tanh HardSigmoid=hard_sigmoid Selu Silu HardSilu=hard_silu Exp Absolute Negative Sin Cos Erf
+    Arctan Sinh Cosh Arcsinh Arcsin Arccos Arccosh Arctanh
     Floor Ceil Round Sign StopGradient=stop_gradient Copy Softplus HardTanh=hard_tanh Square
 """
 COMPARISONS = "Equal NotEqual=not_equal Less LessEqual=less_equal Greater GreaterEqual=greater_equal"

@@ -167,6 +167,7 @@ def expressions(kind):
 
 
 SIGNED = "relu relu6 sigmoid tanh hardswish hardsigmoid silu mish selu exp abs neg sin cos erf floor ceil sign"
+SIGNED += " atan sinh cosh asinh"
 SAME = "clone contiguous alias detach lift_fresh_copy resolve_conj resolve_neg"
 #: operator of PyTorch -> calls that become it, made of the functions above
 FAMILIES = {
@@ -189,6 +190,11 @@ FAMILIES = {
         f"_upsample_nearest_exact{n}d": resized("nearest-exact", view, n)
         for n, view in enumerate((flat, signed, cube), 1)
     },
+    **{
+        name: ((lambda x, f=f: f(x * 0.9)),)
+        for name, f in (("asin", aten.asin), ("acos", aten.acos), ("atanh", aten.atanh))
+    },
+    "acosh": unary_positive(lambda x: aten.acosh(x + 1)),
     "upsample_linear1d": resized("linear", flat, 1),
     "upsample_bilinear2d": resized("bilinear", signed, 2),
     "upsample_bicubic2d": resized("bicubic", signed, 2),

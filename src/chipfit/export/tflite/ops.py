@@ -213,8 +213,6 @@ def _conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         how = per_axis(m, stride="stride{}", dilation="dilation{}Factor")
         if w.kind == "DEPTHWISE_CONV_2D":
             how["depthMultiplier"] = b[-1] // a[-1]
-        if w.kind == "CONV_3D" and n.attrs["groups"] != 1:
-            w.refuse(n, "it has groups")
         ins = [x, kernel, _bias(w, n, b[-1])]
         w.op(w.kind, ins, out, padding=padding, fusedActivationFunction=w.fused, **how)
 

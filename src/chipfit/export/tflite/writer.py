@@ -31,9 +31,8 @@ from chipfit.files import write_atomically
 from chipfit.frameworks import facts_of
 from chipfit.graph.edit import drop_dead, replace_values
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import TRANSPOSED
 from chipfit.graph.merged_batch import sizes_in_front
-from chipfit.passes.decompose import decompose
+from chipfit.passes.decompose import RULES, decompose
 from chipfit.passes.flattened import read_in_memory_order
 from chipfit.passes.layout import apply_layout, natural_layout, same_numbers
 from chipfit.plan.record import Plan
@@ -100,9 +99,10 @@ class Writer(TfliteBuilder):
         for v in new.graph.values:
             old, form = new.copies.get(v) or (v, self.forms.get(v) or natural_layout(len(found[v])))
             sizes[v] = tuple(found[old][d] for d in form)
-        grouped = [n.name for n in new.graph if n.op in TRANSPOSED and n.attrs["groups"] > 1]
+        grouped = [n.name for n in new.graph if n.facts.kind and n.op in RULES and n.attrs["groups"] > 1]
         grouped += [n.name for n in new.graph if n.op == "SDPA" and n.attrs["enable_gqa"]]
         grouped += [n.name for n in new.graph if n.op == "LSTM" and not keeps_states(new.graph, n)]
+        grouped += [n.name for n in new.graph if n.attrs.get("mode") == "cubic"]
         if batch is None and plan.provenance.get("integer_only"):  # a TILE has no kernel there
             grouped += [n.name for n in new.graph if n.op == "Expand" and None in new.graph.shape(n.output)]
         alone = {op for op, row in OPERATORS.items() if row.alone}
@@ -390,9 +390,9 @@ def concrete_sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
 
 
 def _add_sizes(graph: Graph, sizes: dict[str, tuple[int, ...]]) -> None:
-    """Add the sizes of decomposed operators: simple ones, for which layout does not matter, and convolutions."""
+    """Add the sizes of decomposed operators: simple ones, for which layout does not matter, and products."""
     for n in graph.nodes:
-        if n.output not in sizes and n.op in TRANSPOSED:
+        if n.output not in sizes and n.facts.kind:
             sizes[n.output] = tuple(sizes[n.data][0] if s is None else s for s in graph.shape(n.output))
         elif n.output not in sizes:
             kinds = {i: dtype_of(graph.values[i].dtype) for i in n.inputs if i in graph.values}

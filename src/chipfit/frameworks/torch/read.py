@@ -47,7 +47,7 @@ _CONVERSIONS: dict[str, Callable[[TorchCall, Any], Any]] = {
     "float": lambda c, v: float(v),
     "bool": lambda c, v: bool(v),
     "axis": lambda c, v: v % c.rank,
-    "axes": lambda c, v: tuple(a % c.rank for a in v),
+    "axes": lambda c, v: tuple(a % c.rank for a in (range(c.rank) if v is None else per_axis(v, 1))),
     "new_axis": lambda c, v: (v % (c.rank + 1),),
     "spatial": lambda c, v: per_axis(v, _spatial(c)),
     "stride": lambda c, v: per_axis(v or c.static("kernel_size"), _spatial(c)),
