@@ -512,7 +512,7 @@ NEVER = {
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
     "SVDF": "TensorFlow Lite's own; its files are read",
     "Identity": "torch.export leaves no identities; other readers keep them",
-    **dict.fromkeys(("FloorDiv", "ReduceProd"), "torch's stays opaque; Keras's is read"),
+    "FloorDiv": "torch's stays opaque; Keras's is read",
 }
 
 
