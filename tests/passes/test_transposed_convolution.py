@@ -6,6 +6,7 @@ from torch import nn
 
 import chipfit
 from chipfit.engine.run import run
+from chipfit.graph.folds import unfold_batch_norms
 from tests.build import quantized, sequential
 
 #: kernel, stride, padding, output padding
@@ -23,7 +24,7 @@ GEOMETRIES = [
 STAY = {
     "groups": {"kernel_size": 2, "stride": 2, "groups": 2},
     "dilation": {"kernel_size": 2, "stride": 2, "dilation": 2},
-    "stride 1": {"kernel_size": 3, "stride": 1},
+    "cut borders": {"kernel_size": 3, "padding": 3},
     "two strides": {"kernel_size": 2, "stride": (2, 1)},
     "beyond the windows": {"kernel_size": 2, "stride": 3, "output_padding": 2},
 }
@@ -46,6 +47,18 @@ def test_the_convolution_computes_what_torchs_transposed_one_does(geometry, bias
     with torch.no_grad():
         torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x), rtol=1e-5, atol=1e-5)
     assert quantized(model, x).verify([images()]).exact
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "tflite_int8"])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_one_of_stride_1_is_a_convolution_with_groups_and_dilation(groups, platform):
+    layer = nn.ConvTranspose2d(4, 8, (3, 2), padding=(1, 0), dilation=(2, 1), groups=groups)
+    model, x = sequential(layer, nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1)).eval(), images()
+    graph = chipfit.lint(model, x, platform=platform).graph
+    assert graph.nodes[0].op == ("DepthwiseConv2D" if groups == 4 else "Conv2D")
+    torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x), rtol=1e-5, atol=1e-5)
+    assert [*unfold_batch_norms(graph).folds] == ["0.weight"]
+    assert quantized(model, x, platform).verify([images()]).exact
 
 
 def test_sizes_of_images_stay_open():

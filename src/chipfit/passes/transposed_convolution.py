@@ -1,4 +1,4 @@
-"""Compute transposed convolutions as convolutions whose output channels are the places between two inputs.
+"""Compute transposed convolutions as convolutions; with strides, output channels are the places between two inputs.
 
 Source: sub-pixel convolution [Shi et al., Is the deconvolution layer the same as a convolutional layer?, 2016].
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from chipfit.graph.edit import new_name, replace_node
+from chipfit.graph.folds import checksum
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
 from chipfit.passes.rewriting import Readers, Rewritten
@@ -24,20 +25,43 @@ def transposed_convolution(graph: Graph, in_integers: Test) -> Rewritten:
 
     With stride s and a kernel of k <= s M elements, y[s q + r - p] = sum over m of W[s m + r] x[q - m]: each r is an
     output channel of a convolution of M elements over x, padded by M - 1 zeros; DepthToSpace interleaves them, and p
-    elements are cut off in front. The products are as many if s divides k.
+    elements are cut off in front. The products are as many if s divides k. With stride 1 it is one convolution by the
+    kernel turned around, with groups and dilation, which few kernels of transposed convolutions have.
     """
     graph, notes = graph.copy(), list[str]()
     for n in [n for n in graph.nodes if n.op == "TransposeConv2D" and is_linear(graph, n)]:
-        trial = graph.copy()
-        made = _replaced(trial, n) if _fits(graph, n) and not in_integers(graph, n) else []
+        trial, dilated, turns = graph.copy(), set(n.attrs["dilation"]) != {1}, set(n.attrs["stride"]) == {1}
+        if Readers(graph).why_fixed(n) or (in_integers(graph, n) and not dilated):
+            continue
+        made = _turned(trial, n) if turns else _replaced(trial, n) if _fits(graph, n) else []
         if made and all(in_integers(trial, m) for m in made):
             graph = trial
-            notes.append(f"'{n.display_name}' runs as a convolution and DepthToSpace, which have integer kernels")
+            how = "a convolution" if turns else "a convolution and DepthToSpace"
+            notes.append(f"'{n.display_name}' runs as {how}, which {'has an' if turns else 'have'} integer kernel")
     return Rewritten(graph, notes)
 
 
+def _turned(graph: Graph, n: Node) -> list[Node]:
+    """Replace a transposed convolution of stride 1, in place, if no zeros at its border are cut off."""
+    a, w = n.attrs, graph.weights[n.weight].detach()  # [C, O / groups, *k]
+    reach = [d * (k - 1) for d, k in zip(a["dilation"], w.shape[2:], strict=True)]
+    ends = zip(reach, a["padding"], a["output_padding"], strict=True)
+    padding = tuple((r - low, r - high + more) for r, (low, high), more in ends)
+    if min(p for pair in padding for p in pair) < 0:
+        return []
+    w = w.unflatten(0, (a["groups"], -1)).transpose(1, 2).flatten(0, 1).flip(*range(2, w.dim()))
+    attrs = {"stride": a["stride"], "padding": padding, "dilation": a["dilation"], "groups": a["groups"]}
+    conv = n.with_(op="DepthwiseConv2D" if w.shape[1] == 1 < a["groups"] else "Conv2D", attrs=attrs)
+    fold, bias = graph.folds.get(n.weight), graph.weights[n.bias or n.weight]
+    if fold is not None and checksum(graph.weights[n.weight], bias) == fold.checksum:
+        graph.folds[n.weight] = replace(fold, checksum=checksum(w, bias))
+    graph.weights[n.weight] = w.contiguous()
+    replace_node(graph, n, conv)
+    return [conv]
+
+
 def _fits(graph: Graph, n: Node) -> bool:
-    """Check for equal strides, no groups, weights of its own, and an output that only windows reach.
+    """Check for equal strides, no groups, and an output that only windows reach.
 
     A batch norm that is folded into the weights, for training to fold it anew, belongs to their channels.
     """
@@ -45,7 +69,7 @@ def _fits(graph: Graph, n: Node) -> bool:
     s = a["stride"][0]
     plain = a["groups"] == 1 and set(a["stride"]) == {s} and s > 1 and set(a["dilation"]) == {1}
     reached = all(back >= 0 for _, back in _cuts(graph, n))
-    return plain and reached and n.weight not in graph.folds and not Readers(graph).why_fixed(n)
+    return plain and reached and n.weight not in graph.folds
 
 
 def _elements(graph: Graph, n: Node) -> list[int]:

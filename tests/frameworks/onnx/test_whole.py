@@ -183,6 +183,20 @@ def test_the_largest_values_may_be_all_of_an_open_axis():
     assert run(graph, [torch.tensor([1.0, 3, 2])])[graph.outputs[0]].tolist() == [3, 2, 1]
 
 
+@pytest.mark.parametrize("start", [0, 1, 2, -4])
+def test_a_part_that_is_replaced_is_between_what_is_before_and_behind_it(start):
+    constants = {"at": np.stack(np.meshgrid([0], [start, start + 1], indexing="ij"), -1), "k": np.array([2])}
+    nodes = [helper.make_node("TopK", ["x", "k"], ["new", "places"], axis=1)]
+    model = small(
+        [*nodes, helper.make_node("ScatterND", ["x", "at", "new"], ["y"])], {"x": [1, 4, 3]}, ["y"], constants
+    )
+    x = torch.randn(1, 4, 3)
+    graph = capture(model, (x,))
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    np.testing.assert_array_equal(run(graph, [x])[graph.outputs[0]], want)
+    assert [n.op for n in graph.nodes if n.op not in ("TopK", "Slice")] == ["Concat"]
+
+
 def test_an_if_that_depends_on_data_chooses_between_the_results_of_both_branches(tmp_path):
     """A verifier runs where a wake word is likely, as in the models of openWakeWord."""
     draw = np.random.default_rng(0)

@@ -822,6 +822,33 @@ def _top_k(c: OnnxCall) -> Any:
     return c.steps("TopK", [x], names, **attrs)
 
 
+@reads("ScatterND")
+def _scatter_nd(c: OnnxCall) -> Any:
+    """Read a part of one axis that is replaced as a Concat of the values before, the new part and the values behind."""
+    x, places, new = c.operand(0), c.operand(1).constant, c.operand(2)
+    sizes = () if places is None else places.shape[:-1]
+    whole = [d for d in x.shape[: len(sizes)] if d]
+    if places is None or not places.size or not len(sizes) == len(whole) == places.shape[-1]:
+        raise Unreadable
+    places = places % whole
+    first, axes = places.reshape(-1, len(sizes))[0], [k for k, d in enumerate(sizes) if d != whole[k]]
+    box = np.moveaxis(np.indices(sizes), 0, -1) + first
+    if len(axes) > 1 or not np.array_equal(places, box) or c.attr("reduction") not in (None, "none"):
+        raise Unreadable
+    if not axes:
+        return new
+    axis, start = axes[0], int(first[axes[0]])
+    before, after = (_span(c, x, axis, a, b) for a, b in ((0, start), (start + sizes[axis], whole[axis])))
+    return c.emit("Concat", [*before, new, *after], axis=axis)
+
+
+def _span(c: OnnxCall, x: Operand, axis: int, start: int, end: int) -> list[Operand]:
+    """Return a part of an axis; none of no elements."""
+    if x.constant is not None and not x.name and start < end:
+        return [c.builder.constants([x.constant.take(range(start, end), axis)])]
+    return [c.step("Slice", [x], axis=axis, start=start, end=end, step=1)] if start < end else []
+
+
 @reads("Tile")
 def _tile(c: OnnxCall) -> Any:
     repeats = c.integers("", 1)
