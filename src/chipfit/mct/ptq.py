@@ -338,10 +338,6 @@ def _with_scaled_inputs(
     return scaled, found.data(generator), {**options, "example": example}, found.factor
 
 
-#: choices that change the format of a layer
-_OF_FORMATS = "bits", "activation_bits", "weight_method", "method"
-
-
 @preserve_random_state
 @torch_defaults()
 def in_float(
@@ -360,6 +356,10 @@ def in_float(
     d = replace(d, graph=with_weights_of(d.graph, d.captured or d.graph))
     d = choose_scales(decide(replace(d, overrides={n.name: "float" for n in d.graph.nodes})))
     return Result(d.graph, plan_of(d), d, request.progress.seconds)
+
+
+#: choices that change the format of a layer
+_OF_FORMATS = "bits", "activation_bits", "weight_method", "method"
 
 
 def _quantized(model: Any, generator: Any, platform: Any, rules: Sequence[EditRule], options: dict[str, Any]) -> Result:
