@@ -1,8 +1,5 @@
 """The fake device is as strange to the CPU as CUDA is."""
 
-import copy
-import io
-
 import numpy as np
 import pytest
 import torch
@@ -70,14 +67,6 @@ def test_numpy_is_refused(y):
         with pytest.raises(TypeError, match="can't convert fakegpu"):
             convert(y)
     assert y.tolist() == x.tolist()
-
-
-def test_files_and_copies_keep_it(y):
-    f = io.BytesIO()
-    torch.save({"y": y}, f)
-    loaded = [torch.load(io.BytesIO(f.getvalue()), weights_only=True, map_location=m)["y"] for m in (None, "cpu")]
-    assert [t.device for t in loaded] == [y.device, torch.device("cpu")]
-    assert all(torch.equal(t.cpu(), x) for t in loaded) and copy.deepcopy(y).device == y.device
 
 
 def test_it_draws_from_generators_of_its_own(fake):

@@ -197,6 +197,13 @@ def test_a_part_that_is_replaced_is_between_what_is_before_and_behind_it(start):
     assert [n.op for n in graph.nodes if n.op not in ("TopK", "Slice")] == ["Concat"]
 
 
+def test_a_file_that_fails_gives_the_reason_of_its_own_batch():
+    nodes = [helper.make_node("Reshape", [x, n], [y]) for x, n, y in (("x", "two", "v"), ("v", "three", "y"))]
+    model = small(nodes, {"x": [1, 2]}, ["y"], {"two": np.array([2]), "three": np.array([3])})
+    with pytest.raises(CaptureError, match="Where: y"):  # not that of 7 samples, which the first Reshape refuses
+        capture(model, (torch.ones(1, 2),))
+
+
 def test_an_if_that_depends_on_data_chooses_between_the_results_of_both_branches(tmp_path):
     """A verifier runs where a wake word is likely, as in the models of openWakeWord."""
     draw = np.random.default_rng(0)

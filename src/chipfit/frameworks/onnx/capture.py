@@ -72,7 +72,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             try:
                 graph, found = _compared(model, inputs, _variants(shapes, False), order, 0)
             except CaptureError as e:
-                raise _of_fixed_batch(tried or e, inputs, fixed) from None
+                first = e if tried is None or fixed == len(inputs[0]) else tried  # the example has the file's own batch
+                raise _of_fixed_batch(first, inputs, fixed) from None
     if found is not None:
         name, off = found
         if not isinstance(off, float):
