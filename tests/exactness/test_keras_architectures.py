@@ -18,7 +18,6 @@ FLOAT_ON_ORT = {
     "recurrent": {"LSTM"},
     "squeeze_excite": {"Tanh"},
     "subclassed": {"Mean"},
-    "transposed": {"TransposeConv2D"},
     "unet": {"Resize"},
 }
 PADDED = {"concat_pools"}  #: its file has the padding in a convolution
