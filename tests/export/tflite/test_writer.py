@@ -410,7 +410,7 @@ def test_executed_tells_xnnpacks_operators_from_litert_s_own(tmp_path):
 
 
 def test_everything_that_the_file_cannot_hold_is_named_in_one_error_and_no_file_is_left(tmp_path):
-    upside = nn.ConvTranspose2d(4, 4, 3, dilation=2)
+    upside = nn.ConvTranspose2d(4, 4, 3, 2, dilation=2)
     model = sequential(upside, nn.MaxPool2d(2, dilation=2), nn.Conv2d(4, 2, 1), nn.MaxPool2d(2, dilation=2))
     with pytest.raises(UnsupportedError) as e:
         quantized(model, torch.randn(2, 4, 9, 9), "tflite_int8").export(tmp_path / "m.tflite")
