@@ -72,7 +72,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             try:
                 graph, found = _compared(model, inputs, _variants(shapes, False), order, 0)
             except CaptureError as e:
-                first = e if tried is None or fixed == len(inputs[0]) else tried  # the example has the file's own batch
+                own = fixed and len(inputs[0]) == fixed  # the example has the batch of the file
+                first = e if own or tried is None else tried
                 raise _of_fixed_batch(first, inputs, fixed) from None
     if found is not None:
         name, off = found
