@@ -72,9 +72,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             try:
                 graph, found = _compared(model, inputs, _variants(shapes, False), order, 0)
             except CaptureError as e:
-                own = fixed and len(inputs[0]) == fixed  # the example has the batch of the file
-                first = e if own or tried is None else tried
-                raise _of_fixed_batch(first, inputs, fixed) from None
+                raise _of_fixed_batch(tried, e, inputs, fixed) from None
     if found is not None:
         name, off = found
         if not isinstance(off, float):
@@ -97,9 +95,14 @@ def _other_floats(model: OnnxModel) -> str:
     return " and ".join(sorted(found - {"float"}))
 
 
-def _of_fixed_batch(e: CaptureError, inputs: Sequence[torch.Tensor], fixed: int) -> CaptureError:
-    """Return the error of a model that is read neither with an open batch nor with that of the example."""
-    if not fixed or len(inputs[0]) == fixed:
+def _of_fixed_batch(
+    tried: CaptureError | None, own: CaptureError, inputs: Sequence[torch.Tensor], fixed: int
+) -> CaptureError:
+    """Return the error of a model that is read neither with an open batch (`tried`) nor with the example's (`own`)."""
+    if fixed and len(inputs[0]) == fixed:
+        return own
+    e = tried or own
+    if not fixed:
         return e
     what = f"The model computes batches of {fixed} only: {e.what}"
     return CaptureError(what, got=len(inputs[0]), allowed=fixed, hint=f"give batches of {fixed}")
