@@ -1,5 +1,7 @@
 """Files that would end LiteRT's process or fill all memory are refused by typed errors before LiteRT runs them."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ import flatbuffers
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.errors import CaptureError
+from chipfit.frameworks.tflite.adapter import Tflite
 from chipfit.frameworks.tflite.capture import capture
 from chipfit.frameworks.tflite.model import TfliteModel
 
@@ -127,3 +130,8 @@ def test_a_subgraph_that_calls_itself_is_refused(kind, inputs, options):
 def test_a_file_that_computes_a_scalar_is_read():
     graph = capture(TfliteModel(file_of("RELU", ["x"], x=())), (torch.tensor(2.0),))
     assert [n.op for n in graph.nodes] == ["Relu"] and any("computes 1 samples together" in n for n in graph.notes)
+
+
+def test_an_example_of_indices_is_not_negative():
+    x = Tflite().example(SimpleNamespace(inputs=[SimpleNamespace(signature=[1, 99], dtype="int32")]))
+    assert x.shape == (1, 99) and x.dtype == torch.int32 and x.min() >= 0

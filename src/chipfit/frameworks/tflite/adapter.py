@@ -30,8 +30,9 @@ class Tflite(Framework):
     def example(self, model: Any) -> Any:
         if any(d < 1 for t in model.inputs for d in t.signature[1:]):
             return None
-        made = [torch.randn([max(d, 1) for d in t.signature]).to(getattr(torch, t.dtype)) for t in model.inputs]
-        return made[0] if len(made) == 1 else tuple(x if x.is_floating_point() else x.abs() for x in made)
+        drawn = [(torch.randn([max(d, 1) for d in t.signature]), getattr(torch, t.dtype)) for t in model.inputs]
+        made = [x if kind.is_floating_point else x.abs().to(kind) for x, kind in drawn]  # indices are not negative
+        return made[0] if len(made) == 1 else tuple(made)
 
     def run(self, model: Any, inputs: Any) -> Any:
         flat = list(inputs.values()) if isinstance(inputs, dict) else inputs
