@@ -465,12 +465,19 @@ def _clamp(c: Call) -> Value:
     return c.emit("Clamp", [c.value(0)], min=-1.0 if c.op.kind == "RELU_N1_TO_1" else 0.0, max=1.0)
 
 
-@reads("LEAKY_RELU ELU GELU")
-def _activation(c: Call) -> Value:
-    attrs: dict[str, dict[str, Any]] = {"ELU": {"alpha": 1.0}}
-    attrs["LEAKY_RELU"] = {"negative_slope": float(c.option("alpha", 0.0))}
-    attrs["GELU"] = {"approximate": "tanh" if c.option("approximate", False) else "none"}
-    return c.emit(c.canonical, [c.value(0)], **attrs[c.op.kind])
+@reads("LEAKY_RELU")
+def _leaky_relu(c: Call) -> Value:
+    return c.emit(c.canonical, [c.value(0)], negative_slope=float(c.option("alpha", 0.0)))
+
+
+@reads("ELU")
+def _elu(c: Call) -> Value:
+    return c.emit(c.canonical, [c.value(0)], alpha=1.0)
+
+
+@reads("GELU")
+def _gelu(c: Call) -> Value:
+    return c.emit(c.canonical, [c.value(0)], approximate="tanh" if c.option("approximate", False) else "none")
 
 
 @reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")
@@ -606,10 +613,19 @@ def _reshape(c: Call) -> Value:
     return c.emit("Reshape", [c.value(0)], shape=c.static())
 
 
-@reads("TRANSPOSE TILE BROADCAST_TO")
-def _rearranged(c: Call) -> Value:
-    word = {"TRANSPOSE": "perm", "TILE": "repeats"}.get(c.op.kind, "shape")
-    return c.emit(c.canonical, [c.value(0)], **{word: c.static() if word == "shape" else c.integers(1)})
+@reads("TRANSPOSE")
+def _transpose(c: Call) -> Value:
+    return c.emit(c.canonical, [c.value(0)], perm=c.integers(1))
+
+
+@reads("TILE")
+def _tile(c: Call) -> Value:
+    return c.emit(c.canonical, [c.value(0)], repeats=c.integers(1))
+
+
+@reads("BROADCAST_TO")
+def _broadcast(c: Call) -> Value:
+    return c.emit(c.canonical, [c.value(0)], shape=c.static())
 
 
 @reads("STRIDED_SLICE SLICE")
@@ -633,7 +649,7 @@ def _slice(c: Call) -> Value:
         start = 0 if begin_mask >> k & 1 else begin[k]
         stop = None if end_mask >> k & 1 else end[k]
         whole = stop is None or (stop == 1 if size is None else stop >= size)
-        if (start, step[k], whole) == (0, 1, True):
+        if start == 0 and step[k] == 1 and whole:
             continue
         require(size is not None, "it cuts the batch")
         lo, hi, by = slice(start, stop, step[k]).indices(size or 0)
