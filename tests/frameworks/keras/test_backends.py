@@ -41,9 +41,10 @@ def run_tests(backend, tests, marked, folder, timeout):
     environment = {**os.environ, "KERAS_BACKEND": backend, "CHIPFIT_ONE_BACKEND": "1", "CHIPFIT_SAVED": str(folder)}
     environment.pop("XLA_FLAGS", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *tests]
-    where = {"env": environment, "cwd": HERE.parents[2], "timeout": timeout}
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", **where)
-    assert done.returncode == 0, f"on {backend}, exit code {done.returncode}:\n{done.stdout[-6000:]}"
+    log, where = folder / "log.txt", {"env": environment, "cwd": HERE.parents[2], "timeout": timeout}
+    with log.open("wb") as out:  # not a pipe, which children may keep open behind a process that is killed
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, **where).returncode
+    assert code == 0, f"on {backend}, exit code {code}:\n{log.read_text(errors='replace')[-6000:]}"
 
 
 one_backend = pytest.mark.skipif("CHIPFIT_ONE_BACKEND" in os.environ, reason="this is such a process")

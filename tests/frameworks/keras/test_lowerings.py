@@ -207,7 +207,8 @@ def test_an_operator_computes_what_the_engine_computes(op, operands, attrs):
     graph, inputs = alone(op, operands, attrs)
     env = run(graph, inputs)
     for got, name in zip(lower(graph, Plan()).run_flat(inputs), graph.outputs, strict=True):
-        torch.testing.assert_close(got.to(env[name].dtype), env[name], rtol=2e-5, atol=2e-6, equal_nan=True)
+        nan = op in ("Asin", "Acos", "Acosh", "Atanh")  # of numbers beyond their domain
+        torch.testing.assert_close(got.to(env[name].dtype), env[name], rtol=2e-5, atol=2e-6, equal_nan=nan)
 
 
 def test_every_operator_that_has_a_keras_form_is_among_them():

@@ -119,10 +119,8 @@ def test_named_labels_are_left_out_where_the_model_runs_without_them(model, inpu
     (x, y), ids = labelled(), torch.randint(0, 50, (16, 6))
     data = [{"x": x, "targets": y} if issubclass(model, Loss) else {"ids": ids, "labels": ids}] * 2
     result = quantized(model().eval(), data, platform)
-    assert result.graph.inputs == inputs
-    assert all(
-        result.verify(d).exact for d in ([data, [x]] if issubclass(model, Loss) else [data])
-    )  # one input needs no name
+    given = [data, [x]] if issubclass(model, Loss) else [data]  # one input needs no name
+    assert result.graph.inputs == inputs and all(result.verify(d).exact for d in given)
 
 
 class Recurrent(nn.Module):
