@@ -56,6 +56,7 @@ class Decision(SummaryRepr):
     graph: Graph = field(default_factory=lambda: Graph([], [], [], {}, {}))
     captured: Graph | None = None  #: as the model was read, while rewrites may be made anew
     overrides: Overrides | None = None  #: as the user gave them
+    precise: tuple[tuple[str, Any], ...] = ()  #: layers that a repair has made more precise, as overrides
     apart: tuple[str, ...] = ()  #: layers that no kernel computes together with what is in front of them
     widths: tuple[tuple[str, Any], ...] = ()  #: bits that a search chose, as further overrides by node name
     settings: Settings = DEFAULT_SETTINGS
@@ -90,12 +91,12 @@ class Decision(SummaryRepr):
 
     @property
     def all_overrides(self) -> list[tuple[Any, Any]]:
-        """The user's overrides, then the bits that a search chose; a later entry wins over an earlier one."""
-        return [*override_entries(self.overrides), *self.widths]
+        """Repairs, the user's overrides, then the bits that a search chose; a later entry wins over an earlier one."""
+        return [*self.precise, *override_entries(self.overrides), *self.widths]
 
     def with_overrides(self, more: Mapping[Any, Any]) -> Decision:
         """Return the decision to be made with further overrides, which win over those that it has."""
-        return replace(self, overrides=[*self.all_overrides, *more.items()], widths=())
+        return replace(self, overrides=[*self.all_overrides, *more.items()], precise=(), widths=())
 
     @property
     def integers_only(self) -> bool:
@@ -304,6 +305,7 @@ def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> D
 def plan_of(d: Decision) -> Plan:
     """Return the plan of a decision whose scales are chosen."""
     own = {"integer_only": True if d.integers_only else None, "apart": list(d.apart) or None}
+    own["precise"] = to_record(d.precise) or None
     return Plan(
         platform=d.platform.name,
         tensors=dict(d.tensors),

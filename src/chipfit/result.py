@@ -16,7 +16,7 @@ from chipfit.calibration.data import batches
 from chipfit.correction.measured_bias import NAME as MEASURED
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.legality import check_scales
-from chipfit.decide.overrides import Overrides, to_record
+from chipfit.decide.overrides import Overrides, override_entries, to_record
 from chipfit.decide.statistics import RangeRules, notes_of_missing
 from chipfit.decision import Decision, plan_of, redecide, scales_of
 from chipfit.engine.process import preserve_random_state
@@ -242,7 +242,7 @@ class Result(SummaryRepr):
         if MEASURED in d.corrected:
             more.append("warning: biases keep their correction from before this edit: new ones need the data")
         notes += [note for note in more if note not in plan.rewrites]
-        provenance = {**_without_merit(d.provenance), "edited": to_record(d.all_overrides)}
+        provenance = {**_without_merit(d.provenance), "edited": to_record(replace(d, precise=()).all_overrides)}
         plan = replace(plan, rewrites=(*plan.rewrites, *notes), provenance=provenance)
         edited = Result(d.graph, plan, d, self.timings, data=data)
         edited = edited.trains(self.training) if self.training is not None else edited
@@ -580,6 +580,7 @@ def of_plan(graph: Graph, plan: Plan, platform: Platform) -> Result:
         platform=platform,
         overrides=known.get("edited", chosen.get("overrides")),
         apart=tuple(known.get("apart", ())),
+        precise=tuple(override_entries(known.get("precise"))),
         settings=Settings.from_record(chosen.get("steps", {})),
         rules=RangeRules(**rules),
         seed=chosen.get("seed", 0),

@@ -10,7 +10,7 @@ import chipfit
 from chipfit import Settings
 from chipfit.rounding.expected import expected_sqnr_db
 from tests.accelerators import moved
-from tests.build import graph_of, plan_of, quantized, randn, sequential, sqnr_db, stored
+from tests.build import graph_of, mlp, model_of, plan_of, quantized, randn, sequential, sqnr_db, stored
 
 DATA = list(randn(64, 4, 8, 8, seed=1).split(16))
 NEW = randn(128, 4, 8, 8, seed=2)
@@ -111,6 +111,31 @@ def test_a_repaired_result_is_saved_loaded_and_edited_with_its_repairs(tmp_path)
     assert loaded.decision.settings == result.decision.settings != Settings()
     edited = result.edit({"7": "float"})
     assert "merit" not in edited.plan.provenance and result_sqnr_db(edited, model) > 20
+
+
+def normalized(net, x):
+    """The network behind a normalization of columns of very different scale."""
+    return net.layers((x - 3 * SCALES) / SCALES)
+
+
+def time_step(net, t):
+    """The network behind sines and cosines of a time step, whose arguments turn many times."""
+    x = t[:, None].float() * torch.exp(-torch.arange(4.0))
+    return net.layers(torch.cat([x.sin(), x.cos()], 1)[:, ::2])
+
+
+SCALES = torch.tensor([0.1, 1.0, 30.0, 1000.0])
+
+
+@pytest.mark.parametrize(("forward", "x"), [(normalized, randn(128, 4) * SCALES), (time_step, torch.arange(128) * 7)])
+def test_cheap_layers_that_need_more_than_8_bits_stay_in_float(forward, x, tmp_path):
+    model = model_of(forward, layers=mlp(4, 32, 64, 3))
+    result, off = (quantized(model, x, "tflite_int8", settings=s) for s in (Settings(), OFF))
+    assert result_sqnr_db(result, model, x) > 25 > 15 > result_sqnr_db(off, model, x)
+    assert any(" in float: on 128 samples the outputs have " in n for n in result.plan.rewrites)
+    loaded = chipfit.load(result.save(tmp_path / "saved"))
+    floats = [{n for n, how in r.plan.nodes.items() if how.exec == "float"} for r in (result, loaded.edit({}))]
+    assert floats[0] and floats[0] == floats[1] and result.verify([x]).exact
 
 
 def test_the_same_call_repairs_in_the_same_way():

@@ -87,7 +87,7 @@ def first_deviation(
     try:
         with torch.inference_mode():
             env = run(placed(graph), inputs_on(graph.device, inputs))
-    except (RuntimeError, LookupError, DataError) as e:
+    except (RuntimeError, LookupError, TypeError, ValueError, DataError) as e:  # of torch, and of opaque layers
         return graph.outputs[0], first_line(e)
     for name, a in zip(graph.outputs, want, strict=True):
         pair = [torch.as_tensor(x).detach().cpu() for x in (a, env[name])]  # not every device has float64

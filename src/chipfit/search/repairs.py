@@ -12,7 +12,7 @@ from chipfit.adaptation import choose_ranges, statistics_needed, trial_settings,
 from chipfit.calibration.source import CalibrationData
 from chipfit.calibration.spread_samples import SpreadSamples
 from chipfit.correction.measured_bias import MeanReference, MeasuredBiases, Samples, measure_biases
-from chipfit.decision import Decision, choose_scales, decide, plan_of
+from chipfit.decision import Decision, choose_scales, decide, plan_of, redecide
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import products
@@ -30,6 +30,7 @@ from chipfit.rounding.compare import (
 )
 from chipfit.rounding.expected import expected_sqnr_db
 from chipfit.rounding.outputs import OutputErrors
+from chipfit.search.sensitivity import sensitivity, suggestions
 from chipfit.settings import Settings
 
 #: samples of a trial: it calibrates on most of them and compares on those that are held out
@@ -42,6 +43,8 @@ DOUBT_DB = 3.0
 _NUMBERS, _PRODUCTS = 1 << 25, 128
 #: least and greatest number of samples of one measurement
 _LEAST, _MOST = 2, 128
+#: layers are made more precise so many times, and with so great a share of all multiplications
+_ROUNDS, _CHEAP = 4, 0.01
 #: stages of repairs, in the order in which they are tried
 _STAGES = ("adapt", "rewrite")
 
@@ -63,6 +66,11 @@ class Merit:
     def explained(self) -> bool:
         """True where rounding to the plan's bits explains the loss."""
         return self.sqnr_db >= self.expected_db
+
+    @property
+    def doubtful(self) -> bool:
+        """True where the loss is so much greater than rounding explains that a warning is given."""
+        return self.sqnr_db < self.expected_db - DOUBT_DB
 
     def to_record(self) -> dict[str, Any]:
         """Return the merit as JSON data; None stands for no loss."""
@@ -143,8 +151,10 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
             found = measured(d, reference, rounded)
     if tries and open_rule:
         d, found = with_best_ranges(d, found, rounded)
+    if tries:
+        d, found = with_precise_layers(d, found, rounded)
     merit = Merit.of(reference, plan_of(d), found.errors)
-    if tries and merit.sqnr_db < merit.expected_db - DOUBT_DB:
+    if tries and merit.doubtful:
         ratios = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
         d = replace(d, rewrites=(*d.rewrites, f"warning: rounding loses more than the bits explain: {ratios}"))
     return replace(_without_captured(d), provenance={**d.provenance, "merit": merit.to_record()}, measured=found)
@@ -154,7 +164,9 @@ def _without_captured(d: Decision) -> Decision:
     """Return the decision without the captured network; edits start from its rules and its provenance."""
     start = d.calibrated
     if start is not None:
-        start = replace(start, captured=None, rules=d.rules, provenance=d.provenance, samples=d.samples)
+        start = replace(
+            start, captured=None, rules=d.rules, precise=d.precise, provenance=d.provenance, samples=d.samples
+        )
     return replace(d, captured=None, calibrated=start)
 
 
@@ -171,6 +183,37 @@ def with_best_ranges(d: Decision, before: MeasuredBiases, rounded: RoundedWeight
     settings = {**d.provenance.get("settings", {}), "rule": "no_clipping"}
     notes, origin = (*d.rewrites, f"ranges without clipping taken: {why}"), {**d.provenance, "settings": settings}
     return replace(other, rewrites=notes, provenance=origin), after
+
+
+def with_precise_layers(
+    d: Decision, before: MeasuredBiases, rounded: RoundedWeights
+) -> tuple[Decision, MeasuredBiases]:
+    """Return the decision with the layers around the most sensitive tensors in float or at more bits, and its errors.
+
+    Layers with few multiplications are tried one after the other while the loss is doubtful.
+    """
+    reference, whole = before.reference, sum(products(d.graph, n) for n in d.graph.nodes)
+    for _ in range(_ROUNDS):
+        plan, was = plan_of(d), before.errors.sqnr_db
+        if not Merit.of(reference, plan, before.errors).doubtful:
+            break
+        for suggestion in suggestions(sensitivity(d, plan, reference.batches), d.graph):
+            around = (n for n in d.graph.nodes if n.display_name in suggestion.overrides)
+            if sum(products(d.graph, n) for n in around) > _CHEAP * whole:
+                continue
+            try:
+                other = redecide(replace(d, precise=(*d.precise, *suggestion.overrides.items())), plan).checked()
+            except ChipfitError:  # the platform, or an override of the user, excludes it
+                continue
+            after = measured(other, reference, rounded)
+            if (now := after.errors.sqnr_db) >= was + GAIN_DB:
+                samples = count_samples(reference.batches)
+                note = f"{suggestion}: on {samples} samples the outputs have {now:.1f} dB, {was:.1f} dB without"
+                d, before = replace(other, rewrites=(*d.rewrites, note)), after
+                break
+        else:
+            break
+    return d, before
 
 
 def found_biases(d: Decision, plan: Plan) -> MeasuredBiases | None:

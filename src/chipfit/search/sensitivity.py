@@ -1,9 +1,9 @@
 """Sensitivity: the loss that each tensor adds, as it is stored and at other bits, and advice on the worst ones."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from chipfit.calibration.data import Batch
 from chipfit.decision import Decision, plan_of, redecide
@@ -116,33 +116,46 @@ def sensitivity(d: Decision, plan: Plan, batches: Iterable[Batch], rounding: Rou
     return replace(out, tried=_tried(out, d, plan, images))
 
 
-def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch]) -> tuple[str, ...]:
-    """Return a sentence for each of the most sensitive tensors that more bits, or float, improve on these images."""
-    graph = d.graph
+class Suggestion(NamedTuple):
+    """What may help for a sensitive tensor."""
+
+    tensor: str
+    overrides: dict[str, Any]
+    bits: int | None  #: of the tensor; None: float
+
+    def __str__(self) -> str:
+        """Return the layers, and what becomes of them."""
+        return "'" + "', '".join(self.overrides) + ("' in float" if self.bits is None else f"' at {self.bits} bits")
+
+
+def suggestions(found: Sensitivity, graph: Graph) -> Iterator[Suggestion]:
+    """Yield more bits, or float where these gain little, for the most sensitive tensors."""
     total = sum(v for _, v in found.ranked())
-    heavy = [(t, v) for t, v in found.ranked() if v > GAIN * total][:TRIALS]
-    if not heavy:
-        return ()
-    reference, out = Reference(graph, images), []
-    before, size = reference.loss(graph, plan), resources(graph, plan).weights
-    samples = sum(len(x[0]) if x[0].dim() else 1 for x in images)
-    for tensor, loss in heavy:
+    for tensor, loss in [(t, v) for t, v in found.ranked() if v > GAIN * total][:TRIALS]:
         gains = {b: loss - x for b, x in found.losses[tensor].items() if b > found.bits[tensor]}
         bits = min((b for b, gain in gains.items() if gain >= ENOUGH * loss), default=None)
         layers, choice = _layers_around(graph, tensor), "bits" if tensor in graph.weights else "activation_bits"
-        overrides: dict[str, Any] = dict.fromkeys(layers, "float") if bits is None else {layers[0]: {choice: bits}}
+        yield Suggestion(tensor, dict.fromkeys(layers, "float") if bits is None else {layers[0]: {choice: bits}}, bits)
+
+
+def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch]) -> tuple[str, ...]:
+    """Return a sentence for each suggestion that the platform allows and that improves the outputs on these images."""
+    reference, size, out = Reference(d.graph, images), resources(d.graph, plan).weights, []
+    before, total = reference.loss(d.graph, plan), sum(v for _, v in found.ranked())
+    samples = sum(len(x[0]) if x[0].dim() else 1 for x in images)
+    for s in suggestions(found, d.graph):
         try:
-            other = redecide(d.with_overrides(overrides), plan)
+            other = redecide(d.with_overrides(s.overrides), plan)
         except ChipfitError:  # the platform does not allow it
             continue
         changed = other.graph, plan_of(other)
         after = reference.loss(*changed)
         if after <= (1 - GAIN) * before:
-            what = "', '".join(overrides) + ("' in float" if bits is None else f"' at {bits} bits")
-            gain, hoped = 1 - after / before, gains.get(bits or 0, loss) / total
+            row = found.losses[s.tensor]
+            gain, hoped = 1 - after / before, (row[found.bits[s.tensor]] - row.get(s.bits or 0, 0.0)) / total
             price = resources(*changed).weights / size - 1
             out.append(
-                f"keep '{what}: overrides={overrides} takes the loss from "
+                f"keep {s}: overrides={s.overrides} takes the loss from "
                 f"{before:.3g} to {after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * hoped:+.0f} %) for "
                 f"{100 * price:+.1f} % of the weights' memory (tried on {samples} samples, rounded to the nearest)."
             )

@@ -142,6 +142,10 @@ def _check_model(model: Any) -> None:
         how = "build the model with keras.config.set_image_data_format('channels_last')"
         hint, allowed = f"{how} and copy the weights, which are the same", "data_format='channels_last'"
         raise CaptureError(f"Layer '{first.name}' works channels-first", allowed=allowed, hint=hint)
+    for x in inside:
+        if getattr(x, "stateful", False) is True:
+            hint = "build it with stateful=False; chipfit.streaming makes a network of one step of it, states as inputs"
+            raise CaptureError(f"Layer '{x.name}' keeps its states from call to call", got="stateful=True", hint=hint)
 
 
 def _in_float32(model: Any, example: Any = None) -> tuple[Any, str]:
@@ -219,6 +223,8 @@ def _example(model: Any, struct: Any, args: Sequence[Any], kwargs: Mapping[str, 
         given = list(args[:built])
     if struct is not None and isinstance(given, Mapping) and isinstance(struct, Mapping):
         given = {k: given[k] for k in struct if k in given}
+    elif struct is not None and isinstance(given, Mapping) and set(names := _input_names(struct, model)) <= set(given):
+        given = keras.tree.pack_sequence_as(struct, [given[n] for n in names])  # by name, as Keras takes them, too
     if struct is not None:
         want, got = len(leaves(struct)), len(leaves(given))
         if isinstance(struct, Mapping) != isinstance(given, Mapping) or want != got:

@@ -63,6 +63,8 @@ class Builder:
         self.converted, self.plan = apply_layout(unfolded, plan, "channels_last")
         self.graph = self.converted.graph
         self.sharing = share_quantizers(self.graph, self.plan)
+        #: without states that nobody reads, whose quantizers would not be part of the model
+        self._rounded = self.sharing.rounded & {*self.graph.outputs, *self.graph.users()}
         self.weight_slots: dict[str, list[WeightSlot]] = {}
         self.scales: list[ScaleSlot] = []
         self._names: set[str] = set()
@@ -113,7 +115,7 @@ class Builder:
 
     def _add_value(self, name: str, x: Any) -> None:
         self._unquantized[name] = self._quantized[name] = x
-        if name not in self.sharing.rounded:
+        if name not in self._rounded:
             return
         owner = self.sharing.owner[name]
         if owner not in self._holders:

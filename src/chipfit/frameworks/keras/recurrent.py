@@ -20,7 +20,7 @@ def _layer(r: KerasCall, sequences: Value, initial_state: Any = None, mask: Any 
     """Read a layer of one direction, over all steps.
 
     Raises:
-        Unreadable: the layer keeps its state between calls, its cell has no kernel, or the number of steps is open.
+        Unreadable: its cell has no kernel, or the number of steps is open.
     """
     y, last, *more = _one_direction(r, r.op, sequences, initial_state, r.name, mask)
     if mask is not None and r.op.return_sequences and getattr(r.op, "zero_output_for_mask", False):
@@ -64,7 +64,7 @@ def _merged(r: KerasCall, results: list[Value]) -> list[Value]:
 def _one_direction(r: KerasCall, layer: Any, x: Value, initial: Any, name: str, mask: Any = None) -> list[Value]:
     """Append the node of one direction; return its results."""
     cell: Any = getattr(layer, "cell", None)
-    if layer.stateful or x.dtype != "float32" or len(x.shape) != 3 or x.shape[1] is None:
+    if x.dtype != "float32" or len(x.shape) != 3 or x.shape[1] is None:
         raise Unreadable
     op, attrs = _kind(cell)
     states = [initial] if isinstance(initial, Value) else list(initial or ())
