@@ -123,9 +123,14 @@ def test_what_lies_around_an_image_of_codes_is_never_the_largest(border, tmp_pat
         assert np.array_equal(got, want.numpy())
 
 
-@pytest.mark.parametrize("op, own", [("AvgPool", {"count_include_pad": False}), ("MaxPool", {"dilation": (1, 1, 1)})])
-@pytest.mark.parametrize("kernel", [(3, 1, 1), (1, 1, 2)])
-def test_windows_along_one_axis_of_a_volume_are_those_of_an_image(op, own, kernel, tmp_path):
+ALONG_TWO_AXES = [(3, 1, 1), (1, 1, 2), (1, 2, 3)]
+POOLS = [("AvgPool", kernel, {"count_include_pad": False}) for kernel in ALONG_TWO_AXES]
+POOLS += [("MaxPool", kernel, {"dilation": (1, 1, 1)}) for kernel in (*ALONG_TWO_AXES, (2, 1, 2))]
+POOLS += [("MaxPool", (2, 3, 3), {"dilation": (1,) * 3, "padding": ((0, 1), (1, 0), (1, 1)), "stride": (2, 1, 2)})]
+
+
+@pytest.mark.parametrize("op, kernel, own", POOLS)
+def test_windows_over_a_volume_are_those_of_one_image_or_two(op, kernel, own, tmp_path):
     attrs = {"kernel": kernel, "stride": (1, 1, 1), "padding": ((0, 0),) * 3, "ceil_mode": False, **own}
     alone_in_codes(op, [Codes(drawn(0, 2, 3, 5, 4, 6), 0.5, 7)], attrs).prove(tmp_path)
 
@@ -160,7 +165,7 @@ REFUSED_SHAPES = {
     "a vector": ("MatMul", [(3, 4), (4,)], {}, "an operand is a vector"),
     "rows that differ": ("GatherElements", [(2, 5, 3), (1, 4, 3)], {"axis": 1}, "it picks from some rows only"),
     "half a pixel": ("Resize", [(1, 2, 5, 5)], resize("linear", scale=(1.5, 1.5)), "its factor does not give whole"),
-    "a volume": ("MaxPool", [(1, 2, 4, 4, 4)], {**pool(2, 2, 2), "dilation": (1, 1, 1)}, "its windows have three axes"),
+    "a volume": ("AvgPool", [(1, 2, 4, 4, 4)], {**pool(2, 2, 2), "count_include_pad": True}, "its windows have three"),
     "means that no SAME has": ("AvgPool", [(1, 2, 6, 6)], OFF_CENTRE, "its windows reach beyond what counts"),
 }
 

@@ -141,6 +141,12 @@ def test_a_layer_that_works_channels_first_is_refused_by_name():
         captured(model)
 
 
+def test_a_layer_that_keeps_its_states_between_calls_is_refused_with_the_way_out():
+    model = keras.Sequential([keras.Input((5, 4), batch_size=2), layers.LSTM(3, stateful=True, name="memory")])
+    with pytest.raises(CaptureError, match="'memory' keeps its states from call to call.*stateful=False.*streaming"):
+        captured(model)
+
+
 def test_a_model_without_weights_is_refused():
     with pytest.raises(CaptureError, match="has no weights yet.*call it once"):
         captured(keras.Sequential([layers.Dense(3)]))

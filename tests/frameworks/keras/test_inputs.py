@@ -59,10 +59,30 @@ def test_an_integer_for_each_sample_is_an_input_where_the_model_takes_it(make, n
     assert np.abs(got - want).max() < 0.1 * np.abs(want).max()
 
 
+def test_a_dict_names_the_inputs_of_a_list():
+    data = [{"t": t, "x": x} for x, t in zip(X, T, strict=True)]
+    assert chipfit.quantize(functional(False), data, "ort_cpu", progress=False).verify(data).exact
+
+
 def test_a_label_behind_all_inputs_is_still_a_label():
     data = [(x, t, t % 3) for x, t in zip(X, T, strict=True)]
     result = chipfit.quantize(functional(False), data, "ort_cpu", progress=False)
     assert len(result.graph.inputs) == 2 and "device" in result.verify(data).accuracy
+
+
+class OfFour(layers.Layer):
+    """A layer that refuses other batches than those of four samples."""
+
+    def call(self, x):
+        if x.shape[0] != 4:
+            raise ValueError("four samples, please")
+        return ops.fft2((x, x))[0]
+
+
+def test_a_layer_may_refuse_other_batches_than_those_that_the_model_fixes():
+    x = keras.Input((8,), batch_size=4)
+    result = chipfit.quantize(keras.Model(x, layers.Dense(3)(OfFour()(x))), X.reshape(-1, 8)[:8], progress=False)
+    assert result.graph.shape(result.graph.inputs[0]) == (4, 8)
 
 
 def test_an_array_is_split_into_the_batches_that_a_model_fixes():

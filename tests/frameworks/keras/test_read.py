@@ -10,6 +10,7 @@ keras = pytest.importorskip("keras")
 
 from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
+import chipfit  # noqa: E402
 from chipfit.engine.run import run  # noqa: E402
 from chipfit.frameworks.keras.backend import forward  # noqa: E402
 from chipfit.frameworks.keras.capture import capture  # noqa: E402
@@ -216,6 +217,7 @@ def test_a_layer_on_every_step_is_called_once(layer):
     graph, data = capture(model), torch.rand(3, *shape)
     assert len([n for n in graph.nodes if n.op in ("Linear", "Conv1D")]) == 1 and len(graph.nodes) <= 5
     torch.testing.assert_close(run(graph, [data])[graph.outputs[0]], torch.as_tensor(forward(model, data)))
+    assert chipfit.quantize(model, [data], progress=False).model(data).shape == (3, *model.output_shape[1:])
 
 
 def test_comparisons_are_of_one_type():

@@ -69,6 +69,7 @@ def test_the_steps_are_integers_and_exact_on_litert(name, tmp_path):
     model = keras.Model(x, layers.Dense(3)(LAYERS[name]()(x)))
     result = chipfit.quantize(model, [X], platform="tflite_int8", progress=False)
     assert all(result.plan.quantized(v) for n in result.graph.nodes for v in n.outputs)
+    np.testing.assert_allclose(flat(result.model(X))[0], flat(model(X))[0], atol=0.05)
     result.export(tmp_path / "m.tflite", io="int8", batch=1)
     assert result.verify([X]).exact
 

@@ -75,42 +75,56 @@ def _open(w: TfliteBuilder, shape: Sequence[int]) -> list[int]:
 _BY_AXIS = {"stride": 1, "padding": (0, 0), "dilation": 1, "kernel": 1, "output_padding": 0}
 
 
-def _spatial(
-    w: TfliteBuilder, n: Node, y: Sequence[int], write: Callable[[Node, int, list[int], int, list[int]], None]
-) -> None:
+Window = Callable[[Node, int, list[int], int, list[int]], None]
+
+
+def _spatial(w: TfliteBuilder, n: Node, y: Sequence[int], write: Window) -> None:
     """Call `write(node, x, shape of x, y, shape of y)` for an image.
 
-    One spatial axis becomes an image of height 1; of three, two neighbours that no window spans become one.
+    One spatial axis becomes an image of height 1; of three, two neighbours that no window spans become one. The maximum
+    over three axes is that over two of them, then over the third.
     """
-    x, a, b = w.read(n.data), list(w.shape(n.data)), list(w.shape(n.output))
+    _as_image(w, n, w.read(n.data), list(w.shape(n.data)), y[0], list(w.shape(n.output)), write)
+
+
+def _as_image(w: TfliteBuilder, n: Node, x: int, a: list[int], y: int, b: list[int], write: Window) -> None:
     if len(a) == 4 or w.kind == "CONV_3D":
-        return write(n, x, a, y[0], b)
+        return write(n, x, a, y, b)
+    windows = {key: (n.attrs[key], one) for key, one in _BY_AXIS.items() if key in n.attrs}
     k = _unspanned_pair(n) if len(a) == 5 else 0
-    if k is None:
+    if k is None and not n.facts.moves:
         w.refuse(n, "its windows have three axes; use layers over two")
+    if k is None:
+        between = [*a[:2], *b[2:]]
+        flat = {key: (one, *v[1:]) for key, (v, one) in windows.items()}
+        deep = {key: (v[0], one, one) for key, (v, one) in windows.items()}
+        middle = w.temporary(between, y)
+        _as_image(w, n.with_(attrs={**n.attrs, **flat}), x, a, middle, between, write)
+        return _as_image(w, n.with_(attrs={**n.attrs, **deep}), middle, between, y, b, write)
     if len(a) == 5:
-        attrs = {key: (*n.attrs[key][:k], *n.attrs[key][k + 1 :]) for key in _BY_AXIS if key in n.attrs}
-        flat_a, flat_b = ([*s[: k + 1], s[k + 1] * s[k + 2], *s[k + 3 :]] for s in (a, b))
+        gone = max(k - 1, 0)
+        attrs = {key: (*v[:gone], *v[gone + 1 :]) for key, (v, _) in windows.items()}
+        flat_a, flat_b = ([*s[:k], s[k] * s[k + 1], *s[k + 2 :]] for s in (a, b))
     else:
-        attrs = {key: (one, *n.attrs[key]) for key, one in _BY_AXIS.items() if key in n.attrs}
+        attrs = {key: (one, *v) for key, (v, one) in windows.items()}
         flat_a, flat_b = ([s[0], 1, *s[1:]] for s in (a, b))
-    image, result = w.images.get(x), w.temporary(flat_b, y[0])
+    image, result = w.images.get(x), w.temporary(flat_b, y)
     if image is None or len(a) == 5:
         image = w.temporary(flat_a, x)
         _reshape(w, x, _open(w, flat_a), image)
     write(n.with_(attrs={**n.attrs, **attrs}), image, flat_a, result, flat_b)
-    _reshape(w, result, _open(w, b), y[0])
+    _reshape(w, result, _open(w, b), y)
     if len(a) == 3:
-        w.images |= {x: image, y[0]: result}
+        w.images |= {x: image, y: result}
 
 
 def _unspanned_pair(n: Node) -> int | None:
-    """Return the first of two neighbouring spatial axes along which the windows of a node are single elements."""
+    """Return the first of two neighbouring axes, the batch or spatial, along which windows are single elements."""
 
-    def spans(k: int) -> bool:
-        return any(n.attrs[key][k] != one for key, one in _BY_AXIS.items() if key in n.attrs)
+    def spans(axis: int) -> bool:
+        return axis > 0 and any(n.attrs[key][axis - 1] != one for key, one in _BY_AXIS.items() if key in n.attrs)
 
-    return next((k for k in (0, 1) if "kernel" in n.attrs and not spans(k) and not spans(k + 1)), None)
+    return next((k for k in (1, 2, 0) if "kernel" in n.attrs and not spans(k) and not spans(k + 1)), None)
 
 
 def per_axis(n: Node, **of: str) -> dict[str, int]:

@@ -441,9 +441,8 @@ class CanonicalOperation(keras.layers.Layer):
         return kernel(*operands, **{k: tuples_of(v) for k, v in self.settings.items()})
 
     def compute_output_spec(self, inputs: Any) -> Any:
-        if isinstance(self.settings.get("shape"), (list, tuple)):  # Keras would try a batch that it may not divide
-            return self.call(inputs)
-        return super().compute_output_spec(inputs)
+        # Keras runs a call on a batch of its own choice, whose elements may not fill the new shape
+        return self.call(inputs) if self.op == "Reshape" else super().compute_output_spec(inputs)
 
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "op": self.op, "settings": self.settings, "slots": self.slots}
