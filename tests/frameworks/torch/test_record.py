@@ -19,6 +19,7 @@ from chipfit.frameworks.torch.program import Unrecordable
 from chipfit.frameworks.torch.record import record, recorded_result
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.ir import Graph
+from tests.build import model_of
 from tests.zoo import make
 
 
@@ -161,6 +162,8 @@ def test_a_size_that_is_computed_with_is_read_from_the_input(name):
 UNRECORDABLE = {
     "a branch on a value": lambda m, x: x if x.sum() > 0 else -x,
     "a value as a number": lambda m, x: x * float(x.max()),
+    "a parameter as a number": lambda m, x: x * m.dense.bias[0].item(),
+    "a value that depends on the batch": lambda m, x: x if (torch.arange(x.shape[0]) > 9).any() else -x,
     "values in numpy": lambda m, x: x * float(x.numpy().max()),
     "values in a list": lambda m, x: x * x.tolist()[0][0],
     "rows that values choose": lambda m, x: x[x[:, 0] > 0],
@@ -195,6 +198,17 @@ def test_what_a_run_hides_cannot_be_recorded(name):
     assert torch.equal(state, torch.get_rng_state()) and torch.equal(weight, model.dense.weight)
 
 
+def test_values_that_do_not_depend_on_the_input_may_be_read():
+    """As `nn.Transformer` finds out whether a mask is causal, and as buffers tell whether a layer is ready."""
+    net = nn.Transformer(4, 2, 1, 1, 8, dropout=0.0, batch_first=True)
+    mask = net.generate_square_subsequent_mask
+    model = model_of(lambda m, x: m.net(x, x, tgt_mask=mask(3)) * (1 if m.ready else 2) * int(m.count), net=net)
+    model.register_buffer("ready", torch.tensor(True))
+    model.register_buffer("count", torch.tensor(3))
+    graph, x = watched(model, torch.randn(2, 3, 4)), torch.randn(5, 3, 4)
+    torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x))
+
+
 def test_an_attribute_that_is_replaced_is_no_constant_where_one_run_is_watched():
     with pytest.raises(Unrecordable):
         record(Function(replaced).eval(), (torch.ones(2, 4),), {}, sizes=())
@@ -215,6 +229,12 @@ def test_what_cannot_be_recorded_is_exported():
     part = capture(Function(UNRECORDABLE["a part of the batch"]).eval(), (torch.randn(2, 4),))
     x = torch.randn(9, 4)
     assert torch.equal(run(part, [x])[part.outputs[0]], x * 2)
+
+
+def test_a_branch_on_a_value_is_refused_without_other_words(capfd):
+    with pytest.raises(CaptureError, match="branches on the values of a tensor.*torch.where"):
+        capture(Function(UNRECORDABLE["a branch on a value"]).eval(), (torch.ones(2, 4),))
+    assert capfd.readouterr().err == ""
 
 
 def test_the_length_of_a_batch_leaves_it_open():

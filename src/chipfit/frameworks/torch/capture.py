@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -323,7 +324,7 @@ def export(
         bound = dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
         shapes = pytree.tree_map(lambda x: open_axes.get(id(x)), bound)
     try:
-        with quiet():
+        with quiet(), contextlib.redirect_stderr(io.StringIO()):  # where it prints all that it has traced on an error
             program = _decomposed(torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False))
     except Exception as e:  # the user's code, traced by torch.export, may raise anything
         if not raised_outside_chipfit(e):

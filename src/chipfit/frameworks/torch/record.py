@@ -4,8 +4,8 @@ The recorded calls are those that `torch.export` finds, without its tracer, whic
 second for a medium-sized network. In inference mode, no call is decomposed before a dispatch mode sees it. Where two
 runs differ, the cause is the size in which their inputs differ: the batch, or a size that differs among examples. A
 tensor from elsewhere (an attribute of a module, Python numbers) is a constant if all runs have the same. Where a run
-could hide something (the model reads values, computes with sizes, writes state) recording raises `Unrecordable`, and
-the model is left to `torch.export`, where only the batch is open.
+could hide something (the model reads values of its inputs, computes with sizes, writes state) recording raises
+`Unrecordable`, and the model is left to `torch.export`, where only the batch is open.
 """
 
 import contextlib
@@ -49,6 +49,9 @@ _METADATA = """
     is_contiguous is_same_size get_device type __len__ result_type can_cast promote_types _assert _set_grad_enabled
 """
 _CONVOLUTIONS = torch.ops.aten.conv1d, torch.ops.aten.conv2d, torch.ops.aten.conv3d
+#: operators that return a number of a tensor, and functions that call them
+_READS = {torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
+_READERS = "__bool__ __int__ __float__ __index__ item equal is_nonzero".split()
 #: tags of operators whose result depends on values
 _VALUE_DEPENDENT = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
@@ -253,7 +256,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
 
     def _placeholder(self, x: Any) -> str:
         n = self.graph.placeholder(f"in{len(self.graph.nodes)}")
-        n.meta["val"] = x
+        n.meta |= {"val": x, "varies": isinstance(x, torch.nn.Parameter)}
         if isinstance(x, torch.Tensor):
             n.meta["val"], self.calls[x] = symbolic(x), n
         return n.name
@@ -272,6 +275,9 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         placeholders = [self._placeholder(x) for x in leaves]
         named = zip(placeholders, self.names, leaves, strict=True)
         self.inputs = {placeholder: name for placeholder, name, x in named if isinstance(x, torch.Tensor)}
+        for x in leaves:
+            if isinstance(x, torch.Tensor):
+                self.calls[x].meta["varies"] = True
         args, kwargs = pytree.tree_unflatten(leaves, tree)
         self.path.seen.clear()
         try:
@@ -295,7 +301,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         name = function.__name__
         if args and isinstance(args[0], torch.Tensor) and args[0] in self.calls:
             self.calls[args[0]].meta["is_measured"] = True
-        if name not in ("__get__", *_METADATA.split()):
+        if name not in ("__get__", *_READERS, *_METADATA.split()):
             self.give_up()
         k = len(self.metadata)
         self.metadata.append((name, result))
@@ -303,6 +309,8 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             return result
         old_name, old = self.before.metadata[k] if k < len(self.before.metadata) else ("", None)
         self.used_len |= name == "__len__" and old != result
+        if name in _READERS and old != result:
+            self.give_up()
         return self._with_open_sizes(old, result) if old_name == name else self.give_up()
 
     def _with_open_sizes(self, old: Any, new: Any) -> Any:
@@ -319,6 +327,8 @@ class _Run(_DispatchHandler, TorchDispatchMode):
 
     def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, and make it."""
+        if op in _READS:
+            return self._read(op, args)
         by_integers = op is torch.ops.aten.index.Tensor and _are_integers(args[1])
         hides = any(tag in op.tags for tag in _VALUE_DEPENDENT) and not by_integers
         if self.failed or op.namespace != "aten" or hides:
@@ -332,6 +342,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         given = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
         n = self.graph.create_node("call_function", op, given[0], given[1], op.overloadpacket.__name__.lower())
         n.meta |= {"nn_module_stack": {"": (self.path[-1], "")}, "torch_fn": self.function, "stack_trace": _line()}
+        n.meta["varies"] = any(m.meta["varies"] for m in n.all_input_nodes)
         writes = op._schema.is_mutable
         if writes and writes_shared_memory(n):
             self.give_up()
@@ -349,6 +360,15 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         else:
             self.give_up()
         return out
+
+    def _read(self, op: torch._ops.OpOverload, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Return a number of tensors that depend neither on inputs nor on parameters, such as a mask made here."""
+        for n in map(self._node_of, tensors):
+            if n.meta["varies"]:
+                self.give_up()
+            n.meta["is_read"] = True
+        with torch._C.DisableTorchFunction():
+            return op(*tensors)
 
     def _node_of(self, t: torch.Tensor) -> torch.fx.Node:
         """Return the node that made a tensor; one for a constant if none did, as for an attribute or a number."""
@@ -376,6 +396,9 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             _merged(n, m, k)
             n.args, n.kwargs = _merged(n.args, m.args, k), _merged(n.kwargs, m.kwargs, k)
             n.meta["val"] = _merged(n.meta["val"], m.meta["val"], k)
+            n.meta["has_open_size"] = _is_open(n.meta["val"]) or any(i.meta["has_open_size"] for i in n.all_input_nodes)
+            if n.meta["has_open_size"] and n.meta.get("is_read"):
+                raise Unrecordable
         if other.used_len and any(map(_computes_with_sizes, self.graph.nodes)):
             raise Unrecordable
         results = _merged(self.results, other.results, k)
@@ -415,6 +438,12 @@ def _computes_with_sizes(n: torch.fx.Node) -> bool:
     """Return whether a call other than a reshape has an open size among its arguments."""
     reshapes = isinstance(n.target, torch._ops.OpOverload) and n.target.overloadpacket.__name__ in ("view", "reshape")
     return not reshapes and any(isinstance(x, OpenSize) for x in pytree.tree_leaves((n.args, n.kwargs)))
+
+
+def _is_open(value: Any) -> bool:
+    """Return whether a size of a result, or of one of several, is open."""
+    tensors = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, SymbolicTensor)]
+    return any(isinstance(size, OpenSize) for v in tensors for size in v.shape)
 
 
 def _are_integers(indices: Any) -> bool:
