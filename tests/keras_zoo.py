@@ -225,9 +225,10 @@ def norms() -> Any:
 
 
 def recurrent() -> Any:
-    """Return a network whose LSTM has gates that no canonical operator has, so that the layer itself is called."""
+    """Return a network whose LSTM is called as a layer: its gates are unusual, and its first states are given."""
     x = steps = keras.Input((5, 6), name="steps")
-    x = layers.LSTM(8, recurrent_activation="hard_sigmoid", name="lstm")(layers.Dense(6, activation="relu")(x))
+    x, state = layers.Dense(6, activation="relu")(x), layers.Dense(8)(layers.Flatten()(x))
+    x = layers.LSTM(8, recurrent_activation="hard_sigmoid", name="lstm")(x, initial_state=[state, state])
     return keras.Model(steps, layers.Dense(3)(x))
 
 

@@ -20,6 +20,7 @@ LAYERS = {
     "gru_before": lambda: layers.GRU(6, reset_after=False, return_sequences=True),
     "simple": lambda: layers.SimpleRNN(6, activation="relu", return_state=True),
     "cell": lambda: layers.RNN(layers.GRUCell(6), return_sequences=True),
+    "cells": lambda: layers.RNN([layers.GRUCell(6), layers.LSTMCell(5)], go_backwards=True, return_sequences=True),
     "bidirectional": lambda: layers.Bidirectional(layers.LSTM(6, return_sequences=True)),
     "bidirectional_last": lambda: layers.Bidirectional(layers.GRU(6), merge_mode="ave"),
     "bidirectional_states": lambda: layers.Bidirectional(layers.LSTM(6, return_state=True), merge_mode="mul"),
@@ -74,14 +75,6 @@ def test_the_steps_are_integers_and_exact_on_litert(name, tmp_path):
     assert result.verify([X]).exact
 
 
-def test_an_activation_that_the_kernels_do_not_have_leaves_the_layer_as_it_is():
-    keras.utils.set_random_seed(0)
-    x = keras.Input((5, 4))
-    layer = layers.LSTM(6, recurrent_activation="hard_sigmoid")
-    graph = capture(keras.Model(x, layer(x)), [torch.from_numpy(X)])
-    assert [n.op for n in graph.nodes] == ["Opaque"]
-
-
 MASKED = {
     "lstm": lambda: layers.LSTM(6),
     "gru_sequence": lambda: layers.GRU(6, return_sequences=True),
@@ -100,6 +93,27 @@ def computes_what_keras_does_exactly_on_litert(model, batch, tmp_path):
     result = chipfit.quantize(model, [batch], platform="tflite_int8", progress=False)
     result.export(tmp_path / "m.tflite", batch=1)
     assert result.verify([batch]).exact
+
+
+class Cell(layers.SimpleRNNCell):
+    """A cell of a user."""
+
+    def call(self, sequence, states, training=False):
+        y, states = super().call(sequence, states)
+        return y * 2, states
+
+
+OTHERS = {
+    "activation": lambda: layers.LSTM(6, recurrent_activation="hard_sigmoid", return_sequences=True),
+    "cell": lambda: layers.RNN(Cell(6), go_backwards=True),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_cells_without_a_kernel_are_read_step_by_step(name, tmp_path):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((5, 4))
+    computes_what_keras_does_exactly_on_litert(keras.Model(x, layers.Dense(3)(OTHERS[name]()(x))), X, tmp_path)
 
 
 @pytest.mark.parametrize("name", MASKED)

@@ -86,6 +86,21 @@ def _time_distributed(o: Any, x: Any) -> Any:
     return ops.reshape(y, (-1, steps, *y.shape[1:]))
 
 
+def _unrolled(o: Any, x: Any) -> Any:
+    """the cell of a recurrent layer, called for one step after the other from states of zeros"""
+    sizes = o.cell.state_size if isinstance(o.cell.state_size, (list, tuple)) else [o.cell.state_size]
+    steps = range(x.shape[1] or _MOST_STEPS + 1)
+    if len(steps) > _MOST_STEPS or len(x.shape) != 3 or not all(isinstance(n, int) for n in sizes):
+        raise NotImplementedError
+    states = [ops.zeros_like(x[:, 0, :1]) + np.zeros((1, n), "float32") for n in sizes]
+    made = []
+    for t in reversed(steps) if o.go_backwards else steps:
+        y, states = o.cell(x[:, t], states)
+        made.append(y)
+    result = ops.stack(made, 1) if o.return_sequences else made[-1]
+    return [result, *states] if o.return_state else result
+
+
 def _patches(o: Any, x: Any) -> Any:
     """[N, H, W, C] as [N, rows, columns, kh kw C]: what each row, then each column of a patch holds is gathered"""
     sizes, kernel = x.shape[1:3], o.size
@@ -129,6 +144,9 @@ def _median(o: Any, x: Any) -> Any:
     return ops.moveaxis(middle, -1, axis) if o.keepdims else ops.squeeze(middle, -1)
 
 
+#: steps of a recurrent layer that are written out
+_MOST_STEPS = 256
+
 #: class of an operation -> its formula
 FORMULAS: Mapping[str, Formula] = {
     "Softsign": lambda o, x: x / (ops.abs(x) + 1.0),
@@ -157,6 +175,7 @@ FORMULAS: Mapping[str, Formula] = {
     "Exp2": lambda o, x: ops.exp(x * math.log(2.0)),
     "Hypot": lambda o, a, b: ops.sqrt(a * a + b * b),
     "TimeDistributed": _time_distributed,
+    **dict.fromkeys(("LSTM", "GRU", "SimpleRNN", "RNN"), _unrolled),
     "ExtractPatches": _patches,
     "Roll": _rolled,
     "Median": _median,

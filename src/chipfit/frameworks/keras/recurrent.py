@@ -17,11 +17,16 @@ Shape = Sequence[int | None]
 
 @reads("LSTM GRU SimpleRNN RNN")
 def _layer(r: KerasCall, sequences: Value, initial_state: Any = None, mask: Any = None) -> list[Value]:
-    """Read a layer of one direction, over all steps.
+    """Read a layer of one direction, over all steps; one of stacked cells is a layer for each of them.
 
     Raises:
-        Unreadable: its cell has no kernel, or the number of steps is open.
+        Unreadable: its cell has no kernel, the number of steps is open, or states of stacked cells are given or taken.
     """
+    inner = list(getattr(getattr(r.op, "cell", None), "cells", ()))[:-1]
+    if inner and (initial_state is not None or r.op.return_state):
+        raise Unreadable
+    for cell in inner:
+        sequences, *_ = _one_direction(r, r.op, sequences, None, f"{r.name}/{cell.name}", mask, cell)
     y, last, *more = _one_direction(r, r.op, sequences, initial_state, r.name, mask)
     if mask is not None and r.op.return_sequences and getattr(r.op, "zero_output_for_mask", False):
         wide = r.emit("Unsqueeze", [mask], (*mask.shape, 1), "bool", part="mask", axes=(2,))
@@ -61,9 +66,12 @@ def _merged(r: KerasCall, results: list[Value]) -> list[Value]:
     return [r.emit("Mul", [merged, r.operand(0.5)], shape, part="half")] if mode == "ave" else [merged]
 
 
-def _one_direction(r: KerasCall, layer: Any, x: Value, initial: Any, name: str, mask: Any = None) -> list[Value]:
-    """Append the node of one direction; return its results."""
-    cell: Any = getattr(layer, "cell", None)
+def _one_direction(
+    r: KerasCall, layer: Any, x: Value, initial: Any, name: str, mask: Any = None, cell: Any = None
+) -> list[Value]:
+    """Append the node of one direction, by default of the layer's last cell; return its results."""
+    cell = cell or getattr(layer, "cell", None)
+    cell = getattr(cell, "cells", [cell])[-1]
     if x.dtype != "float32" or len(x.shape) != 3 or x.shape[1] is None:
         raise Unreadable
     op, attrs = _kind(cell)
