@@ -104,6 +104,13 @@ def test_an_operator_that_cannot_be_translated_is_refused_with_the_exporters_wor
     assert refused.value.hint == f"replace it by standard operators, {way}"
 
 
+def test_an_operator_that_holds_for_one_batch_only_is_refused(tmp_path):
+    """As PyTorch's form of an LSTM with a projection does."""
+    graph = capture(nn.LSTM(3, 4, proj_size=2).eval(), (torch.randn(5, 2, 3),))
+    with pytest.raises(UnsupportedError, match=r"'aten.lstm.input' of 'lstm' has no ONNX form"):
+        export_onnx(graph, None, tmp_path / "lstm.onnx")
+
+
 def test_an_exporter_that_returns_nothing_has_failed(graph, monkeypatch):
     monkeypatch.setattr("torch.onnx.export", lambda *args, **how: None)
     monkeypatch.setattr(torch.export, "export", lambda *args, **how: None)

@@ -20,6 +20,9 @@ from chipfit.graph.ir import OPAQUE, Graph, Node
 _INSIDE = ("int", "complex32", "complex64", "complex128")
 
 
+_REFUSALS = torch.onnx.OnnxExporterError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError
+
+
 class Region(torch.nn.Module):
     """An opaque node, with all nodes that compute integers, complex numbers or constants for it, as one function."""
 
@@ -77,7 +80,7 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
     shapes = [values[v].shape for v in region.inputs]
     try:
         model = translate(region, example_values(builder, region.inputs), shapes, builder.opset)
-    except (torch.onnx.OnnxExporterError, RuntimeError) as e:  # RuntimeError: of the example run before translation
+    except (*_REFUSALS, RuntimeError) as e:  # RuntimeError: of the example run before translation
         keras = ":" in node.attrs["target"]
         way = "set KERAS_BACKEND=torch, on which many layers have one" if keras else "export without it"
         what = f"Operator '{node.called}' of '{node.display_name}' has no ONNX form"
@@ -139,11 +142,12 @@ def example_values(builder: OnnxBuilder, names: Sequence[str]) -> list[torch.Ten
 def translate(
     region: Region, example: list[torch.Tensor], shapes: list[tuple[int | None, ...]], opset: int
 ) -> onnx.ModelProto:
-    dynamic = tuple({k: torch.export.Dim.AUTO for k, s in enumerate(shape) if s is None} for shape in shapes)
+    dynamic = tuple({k: torch.export.Dim.DYNAMIC for k, s in enumerate(shape) if s is None} for shape in shapes)
     with TRACING, quiet():
         own = tuple(t.clone() for t in example)  # of a view, torch would check the size of what it is a view of
         program = torch.export.export(region, own, dynamic_shapes=(dynamic,), strict=False)
         made = torch.onnx.export(program, (), dynamo=True, opset_version=opset, verbose=False, optimize=True)
     if made is None:  # torch returns None only when it writes the file itself
         raise RuntimeError("torch.onnx.export returned nothing")
+    onnx.checker.check_model(made.model_proto, full_check=True)
     return made.model_proto
