@@ -285,6 +285,7 @@ def test_litert_itself_takes_as_much(tmp_path):
         ("tflite_int8", {"mean": 0, "std": 0}, ConfigError, "`std` is not understood"),
         ("tflite_int8", {"opset": 17}, ConfigError, "has no option.*Allowed: "),
         ("ort_cpu", {"batch": 1}, ConfigError, "has no option.*Allowed: "),
+        ("tflite_int8", {"batch": 0}, ConfigError, "'batch'.*Got: 0. Allowed: a positive integer"),
         ("tflite_int16x8", {"io": "uint16"}, UnsupportedError, "no such integers. Got: io: uint16. Allowed: int8"),
     ],
 )

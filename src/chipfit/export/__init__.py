@@ -49,6 +49,8 @@ def export(
     known = found.declares.options
     if known and (other := next((name for name in given if name not in known), None)):
         raise UnknownNameError(f"option of {path.suffix} files", other, known)
+    if type(batch := given.get("batch", 1)) is not int or batch < 1:
+        raise ConfigError("Option 'batch' is not understood", got=repr(batch), allowed="a positive integer")
     return found.thing(graph, plan, path, platform, **given)
 
 

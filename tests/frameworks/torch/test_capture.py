@@ -13,7 +13,7 @@ X = images(4)
 MODEL = sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 
 
-def test_branching_on_values_names_the_users_line():
+def test_branching_on_values_names_the_users_line(capfd):
     class Branch(nn.Module):
         def __init__(self):
             super().__init__()
@@ -25,6 +25,7 @@ def test_branching_on_values_names_the_users_line():
 
     with pytest.raises(CaptureError, match=r"test_capture.py:\d+, in forward.*torch.where"):
         quantized(Branch(), torch.randn(2, 8))
+    assert capfd.readouterr().err == ""  # torch.export would print what it has traced
 
 
 class Conditional(nn.Module):
@@ -57,6 +58,18 @@ def test_a_model_that_fails_by_itself_is_reported_as_that():
 def test_a_class_is_not_a_model():
     with pytest.raises(CaptureError, match="instance"):
         quantized(nn.Linear, X)
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (nn.LazyLinear(2), "not seen its input.*'weight'.*call the model once"),
+        (nn.Linear(4, 2, device="meta"), "to_empty"),
+    ],
+)
+def test_a_model_without_numbers_is_refused(model, words):
+    with pytest.raises(CaptureError, match=words):
+        chipfit.quantize(model, [X], progress=False)
 
 
 @pytest.mark.parametrize("script", [torch.jit.script, lambda m: torch.jit.trace(m, X)])

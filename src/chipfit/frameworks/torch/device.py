@@ -15,6 +15,10 @@ def check_device(model: torch.nn.Module) -> None:
     Raises:
         CaptureError: It lies on several devices or on "meta".
     """
+    lazy = next((name for name, p in model.named_parameters() if torch.nn.parameter.is_lazy(p)), None)
+    if lazy is not None:
+        hint = "call the model once on a batch, and train it or load its weights"
+        raise CaptureError("A layer has not seen its input yet", got=f"'{lazy}' without a shape", hint=hint)
     first = dict[torch.device, str]()
     for name, p in model.named_parameters():
         first.setdefault(p.device, name)
