@@ -182,7 +182,8 @@ def _weight_error(d: Decision, plan: Plan, s: OperatorStatistics, h: Tensor, bit
 
 def at_width(grid: Grid, bits: int) -> Grid:
     """Return a grid of the same kind with other bits."""
-    narrow, half = grid.qmin == -grid.qmax, 1 << bits - 1
+    narrow = grid.qmin == -grid.qmax
+    half = max(1 << bits - 1, 1 + narrow)  # one bit of a symmetric grid stands for the signs
     low, high = (narrow - half, half - 1) if grid.signed else (0, 2 * half - 1)
     return replace(grid, bits=bits, qmin=low, qmax=high)
 

@@ -30,7 +30,7 @@ from chipfit.rounding.compare import (
 )
 from chipfit.rounding.expected import expected_sqnr_db
 from chipfit.rounding.outputs import OutputErrors
-from chipfit.search.sensitivity import sensitivity, suggestions
+from chipfit.search.sensitivity import activation_losses, suggestions
 from chipfit.settings import Settings
 
 #: samples of a trial: it calibrates on most of them and compares on those that are held out
@@ -44,7 +44,7 @@ _NUMBERS, _PRODUCTS = 1 << 25, 128
 #: least and greatest number of samples of one measurement
 _LEAST, _MOST = 2, 128
 #: layers are made more precise so many times, and with so great a share of all multiplications
-_ROUNDS, _CHEAP = 4, 0.01
+_ROUNDS, _CHEAP = 4, 0.05
 #: stages of repairs, in the order in which they are tried
 _STAGES = ("adapt", "rewrite")
 
@@ -131,7 +131,7 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
     Args:
         data: after the first pass over them.
         tries: repairs are tried where rounding does not explain the loss, and a warning is given where none helps.
-        open_rule: ranges without clipping are tried too.
+        open_rule: the user names no range rule: ranges without clipping and more precise layers are tried, too.
     """
     samples = few_samples(d, data.few)
     if samples is None:
@@ -151,7 +151,6 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
             found = measured(d, reference, rounded)
     if tries and open_rule:
         d, found = with_best_ranges(d, found, rounded)
-    if tries:
         d, found = with_precise_layers(d, found, rounded)
     merit = Merit.of(reference, plan_of(d), found.errors)
     if tries and merit.doubtful:
@@ -197,14 +196,16 @@ def with_precise_layers(
         plan, was = plan_of(d), before.errors.sqnr_db
         if not Merit.of(reference, plan, before.errors).doubtful:
             break
-        for suggestion in suggestions(sensitivity(d, plan, reference.batches), d.graph):
+        for suggestion in suggestions(activation_losses(d, plan, reference.batches), d.graph):
             around = (n for n in d.graph.nodes if n.display_name in suggestion.overrides)
-            if sum(products(d.graph, n) for n in around) > _CHEAP * whole:
+            if not whole or sum(products(d.graph, n) for n in around) > _CHEAP * whole:
                 continue
             try:
                 other = redecide(replace(d, precise=(*d.precise, *suggestion.overrides.items())), plan).checked()
             except ChipfitError:  # the platform, or an override of the user, excludes it
                 continue
+            if any(plan.quantized(o) and not plan_of(other).quantized(o) for o in d.graph.outputs):
+                continue  # whoever reads the file may count on integers
             after = measured(other, reference, rounded)
             if (now := after.errors.sqnr_db) >= was + GAIN_DB:
                 samples = count_samples(reference.batches)

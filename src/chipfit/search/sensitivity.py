@@ -1,6 +1,6 @@
 """Sensitivity: the loss that each tensor adds, as it is stored and at other bits, and advice on the worst ones."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -107,17 +107,34 @@ def sensitivity(d: Decision, plan: Plan, batches: Iterable[Batch], rounding: Rou
     Raises:
         DataError: there is no batch.
     """
-    widths = weight_widths(d.graph, kernel_widths(d, plan))
+    images = list(first_samples(batches))
+    found = _losses_at(d, plan, images, weight_widths(d.graph, kernel_widths(d, plan)), rounding)
+    return replace(found, tried=_tried(found, d, plan, images))
+
+
+def activation_losses(d: Decision, plan: Plan, batches: Iterable[Batch]) -> Sensitivity:
+    """Return the losses of all quantized activations, without advice; see `sensitivity`."""
+    return _losses_at(d, plan, batches, {})
+
+
+def _losses_at(
+    d: Decision,
+    plan: Plan,
+    batches: Iterable[Batch],
+    of_weights: Mapping[str, Collection[int]],
+    rounding: RoundingModel = NEAREST,
+) -> Sensitivity:
+    """Return the losses of weights at these widths, and of activations at theirs."""
+    widths = dict(of_weights)
     for t, p in own_errors(d.graph, plan, activation_choices(d, plan, {})).items():
         widths[t] = p.widths if t in d.stats else (plan[t].grid.bits,)
-    now, images = {name: plan[name].grid.bits for name in widths}, list(first_samples(batches))
-    found = losses(replace(d, seed=0), plan, images, widths, rounding)
-    out = Sensitivity(found, now, {name: plan.tensors[name].layer for name in widths})
-    return replace(out, tried=_tried(out, d, plan, images))
+    found = losses(replace(d, seed=0), plan, batches, widths, rounding)
+    layers = {name: plan.tensors[name].layer for name in widths}
+    return Sensitivity(found, {name: plan[name].grid.bits for name in widths}, layers)
 
 
 class Suggestion(NamedTuple):
-    """What may help for a sensitive tensor."""
+    """Overrides that may help for a sensitive tensor."""
 
     tensor: str
     overrides: dict[str, Any]
@@ -150,7 +167,7 @@ def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch])
             continue
         changed = other.graph, plan_of(other)
         after = reference.loss(*changed)
-        if after <= (1 - GAIN) * before:
+        if before and after <= (1 - GAIN) * before:
             row = found.losses[s.tensor]
             gain, hoped = 1 - after / before, (row[found.bits[s.tensor]] - row.get(s.bits or 0, 0.0)) / total
             price = resources(*changed).weights / size - 1

@@ -36,7 +36,7 @@ def fit(conv=None, fc=None, tanh=None, pool=None, default=None, net=network, **m
     given = {"Conv": conv or config(), "FullyConnected": fc or config(), "Tanh": tanh, "MaxPool": pool}
     sets = {n: tp.OperatorsSet(n, as_options(c) if c else None) for n, c in given.items()}
     chip = tp.TargetPlatformModel(options(default or config(FLOAT)), **more, operator_set=sets.values())
-    return quantized(net(), [torch.randn(8, 3, 8, 8) for _ in range(3)], chip)
+    return quantized(net(), [torch.randn(8, 3, 8, 8) for _ in range(3)], chip, settings=chipfit.Settings(repairs="off"))
 
 
 def weight(result, layer="conv", suffix="weight"):
