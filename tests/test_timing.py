@@ -37,14 +37,14 @@ def test_the_work_of_operators_is_what_paper_says(result):
 
 def test_files_are_called_in_turns_and_both_sizes_are_those_on_disk(result):
     found = result.time(torch.randn(4, 3, 8, 8), seconds=0)
-    assert found.runtime == "onnxruntime" and found.pairs == timing.LEAST
+    assert found.runtime == "onnxruntime" and found.pairs == timing.LEAST_PAIRS
     assert found.quantized_file > 0 < found.float_file and min(found.float_ms, found.quantized_ms) > 0
     assert result.report.speed["ratio"] == found.ratio and "ms quantized" in str(found)
     devices = [Counted(), Counted()]
     used, clock = timing._alternate(devices, [], 0)
     assert result.time(seconds=0).batch == 8  # the calibration data
-    assert [d.calls for d in devices] == [timing.WARM + timing.LEAST] * 2
-    assert {len(t) for t in (*used, *clock)} == {timing.LEAST}
+    assert [d.calls for d in devices] == [timing.WARM_UP_CALLS + timing.LEAST_PAIRS] * 2
+    assert {len(t) for t in (*used, *clock)} == {timing.LEAST_PAIRS}
 
 
 def test_a_file_that_is_not_faster_is_a_warning_of_the_report(result, monkeypatch):

@@ -152,7 +152,7 @@ def collect_statistics(request: Request, d: Decision) -> Decision:
     data = request.data
     needed, on_trial = statistics_needed(d)
     if request.limits is not None or statistics.declared(d.assignment, d.rules) or steps.rereads_data(on_trial):
-        data.keep()
+        data.keep_batches()
     samples = SampleHashes()
     try:
         with closing(request.progress.count("calibrate", data.first_pass(d.graph, samples.add), data.count)) as batches:

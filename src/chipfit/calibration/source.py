@@ -21,11 +21,11 @@ from chipfit.graph.ir import Graph
 
 @dataclass
 class MemoryLimit:
-    """A limit on the bytes of cached tensors in memory; further ones are mapped from temporary files."""
+    """A limit on the bytes of cached tensors in memory; further tensors are mapped from temporary files."""
 
-    most: int = 1 << 30
-    used: int = 0
-    spilled: int = 0
+    most: int = 1 << 30  #: bytes allowed in memory
+    used: int = 0  #: bytes in memory now
+    spilled: int = 0  #: bytes written to files so far
 
     def keep(self, x: Tensor) -> Tensor:
         """Return the tensor itself, or its copy in a file that disappears together with the copy.
@@ -82,17 +82,17 @@ class CachedBatches:
 
 
 class CalibrationData:
-    """The batches of the user's data, which can be read several times; those of an iterator only after `keep`.
+    """The batches of the user's data, which can be read several times; those of an iterator only after `keep_batches`.
 
     Args:
-        data: as the user gave them to `quantize`.
-        example: one batch to capture the model with; None: the first batch of `data`.
+        data: calibration data, as the user gave them to `quantize`.
+        example: the batch with which the model is captured; by default the first batch of `data`.
     """
 
     def __init__(self, data: Any, example: Any = None) -> None:
         self.data, self.example = data, example
-        self._unread = data  #: with the first batch still in it, where that was looked at
-        self.few = SpreadSamples()  #: samples of the first pass, to measure a loss on
+        self._unread = data  #: all batches, the first too if `example_call` has read it from an iterator
+        self.samples = SpreadSamples()  #: a few samples of the first pass, on which losses are measured
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -116,23 +116,27 @@ class CalibrationData:
         call, self._unread = first_batch(self.data, model)
         return call
 
-    def keep(self) -> None:
-        """Keep the batches of an iterator while they are read for the first time."""
+    def keep_batches(self) -> None:
+        """Cache the batches of an iterator while they are read for the first time."""
         if self.read_once:
             self.data = self._unread = CachedBatches(self._unread)
 
     def first_pass(self, graph: Graph, note: Callable[[list[Tensor]], None]) -> batches:
-        """Return the batches as graph inputs, for the first pass over them; `note` is called with each."""
-        few = self.few = SpreadSamples()
+        """Return the batches as graph inputs, for the first pass over them.
 
-        def seen(batch: list[Tensor]) -> None:
+        Args:
+            note: called with the inputs of each batch.
+        """
+        samples = self.samples = SpreadSamples()
+
+        def record(batch: list[Tensor]) -> None:
             note(batch)
-            few.add(as_batch(graph, batch))
+            samples.add(as_batch(graph, batch))
 
-        return batches(self._unread, graph, seen)
+        return batches(self._unread, graph, record)
 
     def batches(self, graph: Graph) -> batches:
-        """Return the batches as graph inputs, for a further pass; none of an iterator that was not kept."""
+        """Return the batches as graph inputs, for a further pass; an iterator without `keep_batches` has none left."""
         return batches(self.data, graph)
 
     @property

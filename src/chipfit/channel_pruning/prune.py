@@ -232,7 +232,7 @@ def prune_to(
     check(model)
     source = CalibrationData(data, example)
     call, of_data = source.example_call(model), source.example is None
-    source.keep()
+    source.keep_batches()
     with progress.stage("capture"):
         whole = read_model(model, *call, of_data=of_data)
         batches = _samples(whole, source.batches(whole), options.samples)

@@ -20,10 +20,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class SharedState:
-    """State that all threads share, and that calls change: the first to begin saves it, the last to end restores it.
+    """State of the process that blocks of code change: the first to begin saves it, the last to end restores it.
 
     Args:
-        save: returns the function that restores the present state.
+        save: saves the present state, and returns the function that restores it.
     """
 
     def __init__(self, save: Callable[[], Callable[[], None]]) -> None:
@@ -31,7 +31,7 @@ class SharedState:
 
     @contextmanager
     def changed(self, change: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Change the state for the block; calls in other threads see the change."""
+        """Change the state for the block; other threads see the change."""
         with self._lock:
             if not self._running:
                 self._restore = self._save()
@@ -80,15 +80,15 @@ def _seed(seed: int) -> None:
 
 def torch_states() -> list[torch.Tensor]:
     """Return the states of torch's generators: the CPU's, then one for each device of an accelerator that was used."""
-    device = _used_accelerator()
-    return [torch.get_rng_state(), *(device.get_rng_state(*at) for at in (_indices() if device is not None else ()))]
+    at_each = _device_arguments() if (device := _used_accelerator()) is not None else []
+    return [torch.get_rng_state(), *(device.get_rng_state(*at) for at in at_each)]
 
 
 def set_torch_states(states: list[torch.Tensor]) -> None:
     """Give torch's generators the states that `torch_states` returned."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
-        for state, at in zip(states[1:], _indices(), strict=True):
+        for state, at in zip(states[1:], _device_arguments(), strict=True):
             _used_accelerator().set_rng_state(state, *at)
 
 
@@ -103,8 +103,8 @@ def _used_accelerator() -> Any:
     return module if module is not None and used() else None
 
 
-def _indices() -> list[tuple[int, ...]]:
-    """Return the arguments that choose each device; none for a single one: functions of MPS have no such argument."""
+def _device_arguments() -> list[tuple[int, ...]]:
+    """Return arguments that choose each device: none for a single one, as functions of MPS have no such argument."""
     count = torch.accelerator.device_count()
     return [()] if count == 1 else [(i,) for i in range(count)]
 
@@ -125,12 +125,13 @@ _GENERATORS = SharedState(_save_states)
 
 
 def preserve_random_state(f: F) -> F:
-    """Let a function use its argument `seed` (default 0) without disturbing the caller's random generators."""
+    """Run a function on generators seeded by its argument `seed` (default 0), and restore the caller's afterwards."""
 
     @functools.wraps(f)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         seed = kwargs.get("seed", 0)
-        with seeded(seed & _LARGEST_SEED if isinstance(seed, int) else 0):  # the function refuses other types
+        # the function itself refuses a seed of another type
+        with seeded(seed & _LARGEST_SEED if isinstance(seed, int) else 0):
             return f(*args, **kwargs)
 
     return wrapped  # type: ignore[return-value]  # the same signature

@@ -38,7 +38,7 @@ def framework_of(model: Any) -> str:
 
 
 def facts_of(framework: str) -> Facts:
-    """Return what is known of a framework without importing it.
+    """Return the facts of a framework, such as its suffixes, without importing it.
 
     Raises:
         CaptureError: There is no such framework.
@@ -62,7 +62,7 @@ def adapter_of(framework: str) -> Framework:
 
 
 def part(framework: str, name: str) -> Any:
-    """Return a module of a framework's folder, for users of its classes; None if it has no folder here.
+    """Import a module from the folder of a framework; None if the framework has no folder here.
 
     Raises:
         CaptureError: The framework or its backend is not installed.
@@ -79,12 +79,12 @@ def part(framework: str, name: str) -> Any:
 
 
 def is_model(thing: Any) -> bool:
-    """Return whether an object is a model of a framework."""
+    """Return whether an object is a model of any framework."""
     return not isinstance(thing, type) and adapter_of(framework_of(thing)).is_model(thing)
 
 
 def check(model: Any) -> None:
-    """Check that a model can be read at all, before data are; see `Framework.check`."""
+    """Check that a model can be captured, before any data are read; see `Framework.check`."""
     adapter_of(framework_of(model)).check(model)
 
 
@@ -128,18 +128,18 @@ def checksum(model: Any, framework: str) -> int:
 
 
 def framework_of_file(path: str) -> str:
-    """Return the framework whose models stand in files of this suffix; "" if there is none."""
+    """Return the framework whose files have the suffix of this path; "" if there is none."""
     known = {name: tuple(filter(None, (f.suffix, *f.older_suffixes))) for name, f in all_facts().items()}
     return next((name for name, suffixes in known.items() if path.endswith(suffixes)), "")
 
 
 def load_model(model: Any, *, requantize: bool = False) -> Any:
-    """Return the model that a path, `timm:NAME` or a folder of transformers names; any other object as it is read.
+    """Load a model from a path, from `timm:NAME`, from a folder of transformers or from the bytes of a `.onnx` file.
 
-    Bytes are those of a `.onnx` file.
+    A model that is an object of its framework already is returned.
 
     Args:
-        requantize: take the integers of a file that is quantized already for the floats that they stand for.
+        requantize: of a file that is quantized already, read the integers as the floats that they represent.
 
     Raises:
         CaptureError: There is no such file, or it holds no model that can be loaded.
@@ -165,6 +165,7 @@ def load_model(model: Any, *, requantize: bool = False) -> Any:
 
 
 def _opened(text: str) -> Any:
+    """Load the model that a path or a name stands for."""
     if framework_of_file(text):
         return load(text)
     if os.path.isfile(os.path.join(text, "saved_model.pb")):
@@ -186,14 +187,14 @@ def load(path: str, framework: str = "") -> Any:
     framework = framework or framework_of_file(path)
     if not framework:
         allowed = ", ".join(f.suffix for f in all_facts().values() if f.suffix)
-        raise CaptureError(f"'{path}' is a file of no framework", allowed=allowed)
+        raise CaptureError(f"No framework reads files like '{path}'", allowed=allowed)
     check_downloaded(Path(path))
     choose_backend(framework)
     return adapter_of(framework).load(path)
 
 
 def choose_backend(framework: str) -> None:
-    """Set what a framework reads when it is imported for a file, unless the user chose; see `Facts.environment`."""
+    """Set the environment variables that choose a framework's backend, unless the user chose; see `Facts`."""
     facts = facts_of(framework)
     if not any(_names_backend(Path(os.path.expandvars(file)).expanduser()) for file in facts.configured):
         for name, value in facts.environment.items():
@@ -201,7 +202,7 @@ def choose_backend(framework: str) -> None:
 
 
 def _names_backend(file: Path) -> bool:
-    """Return whether a file of JSON names a backend that is installed: Keras writes one that names TensorFlow."""
+    """Return whether a configuration in JSON names an installed backend: the one that Keras writes names TensorFlow."""
     try:
         return importlib.util.find_spec(json.loads(file.read_text(encoding="utf-8"))["backend"]) is not None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):

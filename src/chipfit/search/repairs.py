@@ -133,7 +133,7 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
         tries: repairs are tried where rounding does not explain the loss, and a warning is given where none helps.
         open_rule: the user names no range rule: ranges without clipping and more precise layers are tried, too.
     """
-    samples = few_samples(d, data.few)
+    samples = few_samples(d, data.samples)
     if samples is None:
         return _without_captured(d)
     d = replace(d, samples=samples)

@@ -1,8 +1,8 @@
 """The integer simulation: run a Graph under a Plan in the arithmetic of a runtime.
 
 Products of 8-bit integers are added in the processor's integers (`simulate/sums.py`), others in float64, which is exact
-below 2^53, so integer simulation runs at float speed. Operators that the runtime itself computes in float are computed
-in float32 here too and listed by `float_results`: there the last bit is the runtime's own.
+below 2^53, so integer simulation runs at float speed. Operators that the runtime computes in float are computed in
+float32 here and listed by `float_results`; their last bit may differ from the runtime's.
 
 A `Profile` defines the arithmetic of one family of kernels (`simulate/onnxruntime.py`, `simulate/litert.py`). A
 platform names its family in `math.kernels`; a runtime may name the one that it runs.
@@ -51,7 +51,7 @@ class Profile:
     """
 
     kernels: Mapping[str, Kernel]  #: operator -> kernel; the runtime computes missing operators in float
-    #: operator -> kernel of operators that keep their operand's scale and zero point and yet compute, such as averages
+    #: operator -> kernel of operators that keep their operand's scale and zero point although they compute: averages
     pass_through: Mapping[str, Kernel] = field(default_factory=dict)
     #: operator -> function that computes the float output of its integer kernel, bit-exact; used when the output is not
     #: quantized
@@ -69,9 +69,9 @@ class Profile:
     #: and the whole group is computed in float
     clip: Callable[[Node, Stored], tuple[int, int] | None]
     quantize: Callable[[Simulation, str, Tensor], Tensor]  #: (simulation, value, its floats) -> integers
-    #: values saturate at the ends of the file's integer type, not of a narrower grid
+    #: results saturate at the ends of the integer type in the file, even where their grid is narrower
     saturate_to_type: bool = False
-    #: rounding and requantization that a platform with these kernels may state; empty if they compute as it states
+    #: roundings and requantizations among which a platform with these kernels chooses; empty: any
     supported_math: Collection[str] = ()
     max_bits: int = 64  #: of integers that the kernels compute with; wider ones are computed in float
     float_biases: bool = False  #: kernels add biases that are not quantized
@@ -96,7 +96,7 @@ class Simulation:
 
     @cached_property
     def forms(self) -> Mapping[str, Layout]:
-        """The order of axes in which files hold values whose images lie channels last; others lie as in the graph."""
+        """The layouts of values in a file with channels last; a value without one keeps the order of the graph."""
         return apply_layout(self.graph, self.plan, "channels_last", change_io=True)[0].layouts
 
     def stored(self, name: str) -> Stored:
@@ -112,7 +112,7 @@ class Simulation:
         return self.weights[name]
 
     def float_value(self, name: str, reader: Node) -> Any:
-        """Return what a float operator reads: the value before its quantizer on float edges, else dequantized."""
+        """Return an operand of a float operator: the value before its quantizer on float edges, else dequantized."""
         stored = None if (name, reader.name) in self.plan.float_edges else self.plan.stored(name)
         if stored is not None and (name in self.codes or name in self.graph.weights):
             return stored.dequantize(self.code(name)) if name in self.codes else self._dequantized_weight(name, stored)
@@ -137,10 +137,10 @@ class Simulation:
         return q - shape_for(stored.zero_point.double(), q, stored.axis)
 
     def summed(self, acc: Tensor, most: float = float("inf")) -> Tensor:
-        """Return sums of products as the last accumulator of `math.acc` holds them: wrapped around, or saturated.
+        """Wrap or saturate sums of products as the last accumulator of `math.acc` does.
 
         Args:
-            most: a bound that they are known not to exceed.
+            most: a bound on their magnitudes, if one is known.
         """
         stage = self.math.acc[-1] if self.math.acc else None
         if stage is None or "terms" in stage or not acc.numel():
@@ -152,7 +152,7 @@ class Simulation:
         return acc.clamp(-half, half - 1) if stage.get("sat") else torch.remainder(acc + half, 2 * half) - half
 
     def store(self, name: str, x: Tensor) -> None:
-        """Clip integers, zero point included, to the grid and keep them."""
+        """Clip integers, zero point included, to the grid of a value, and keep them."""
         grid = self.plan[name].grid
         self.codes[name] = x.clamp(grid.qmin, grid.qmax).to(grid.dtype)
 
@@ -171,6 +171,7 @@ class Simulation:
                 self.floats[o] = floats.get(o, done[o])
 
     def drop(self, name: str) -> None:
+        """Release a value that no later operator reads."""
         for table in (self.codes, self.floats, self.dynamic):
             table.pop(name, None)
 
@@ -225,7 +226,7 @@ class KernelCall:
         self.run.store(self.out, y + self.zero(self.out))
 
 
-CellFunction = str | Callable[[KernelCall], None]  #: in the table of operators: a function of the call, or its name
+CellFunction = str | Callable[[KernelCall], None]  #: a cell of the table of operators: a function, or its name
 
 
 def kernel_of(function: Callable[[KernelCall], None]) -> Kernel:
@@ -330,15 +331,15 @@ class _Results:
 
     def advance(self, group: Sequence[Node]) -> None:
         """Run a kernel, or take its results from `like` if its operands are those of that call."""
-        results, anew = group[-1].outputs, self._reads_changes(group)
+        results, again = group[-1].outputs, self._reads_changes(group)
         dynamic = group[0].op == DYNAMIC  # its integers are kept nowhere else
-        if anew or dynamic:
+        if again or dynamic:
             _compute(self.run, group)
-        if anew:
+        if again:
             self.recomputed.update(results)
         elif not dynamic:
             self.run.reuse(results, self.like or {}, self.floats or {})
-        self.record(results, anew)
+        self.record(results, again)
 
     def _reads_changes(self, group: Sequence[Node]) -> bool:
         reads = ((i, n.name) for n in group for i in n.inputs if i is not None)
@@ -347,8 +348,8 @@ class _Results:
             i in self.changed or (i in self.recomputed and (i, n) in in_float) for i, n in reads
         )
 
-    def record(self, names: Sequence[str], anew: bool = False) -> None:
-        """Record results, computed anew or reused; later operators read the device's values if given."""
+    def record(self, names: Sequence[str], again: bool = False) -> None:
+        """Record results, computed again or reused; later operators read the device's values if given."""
         run = self.run
         for o in names:
             if o in self.wanted:
@@ -360,17 +361,17 @@ class _Results:
                 self.floats[o] = unrounded
             if self.each is not None and own is not None:
                 self.each(o, own, unrounded)
-            given = _fitting(self.force, o, own)
+            given = _forced(self.force, o, own)
             if given is not None:
                 (run.codes if o in run.codes else run.floats)[o] = given
                 if self.like is not None and bool((given != self.like[o]).any()):
                     self.changed.add(o)
-            elif anew:
+            elif again:
                 self.changed.add(o)
 
 
-def _fitting(force: Mapping[str, Tensor], name: str, simulated: Any) -> Tensor | None:
-    """Return the device's value in place of a simulated one, None if there is none; floats may be reshaped."""
+def _forced(force: Mapping[str, Tensor], name: str, simulated: Any) -> Tensor | None:
+    """Return the device's value if it has the shape of the simulated one, or is float and has as many elements."""
     given = None if simulated is None else force.get(name)
     if given is None or given.shape == simulated.shape:
         return given
@@ -379,7 +380,7 @@ def _fitting(force: Mapping[str, Tensor], name: str, simulated: Any) -> Tensor |
 
 
 def widened_to_types(plan: Plan) -> Plan:
-    """Return the plan with the grids of values widened to the types that hold them in a file."""
+    """Return the plan with the grids of activations widened to the integer types of a file."""
     wide = {}
     for name, t in plan.tensors.items():
         if t.role == "activation" and t.grid is not None and t.grid.kind == "int":
@@ -398,7 +399,7 @@ def kernel_groups(graph: Graph, plan: Plan) -> list[list[Node]]:
 
 
 def float_results(graph: Graph, plan: Plan, profile: Profile) -> set[str]:
-    """Return quantized results that the runtime computes in float."""
+    """Return the quantized values that the runtime computes in float and rounds."""
     tails = [group[-1] for group in kernel_groups(graph, plan) if _kernel(graph, plan, group, profile) is None]
     return {o for n in tails for o in n.outputs if plan.quantized(o)}
 
@@ -410,7 +411,7 @@ def float_kernel(
     head, decided = group[0], plan.nodes.get(group[0].name)
     if decided is None or decided.exec == "float" or plan.quantized(group[-1].output):
         return None
-    reads = [i for i in head.inputs if i is not None and graph.is_float(i) and i != _free_bias(head, profile)]
+    reads = [i for i in head.inputs if i is not None and graph.is_float(i) and i != _float_or_int_bias(head, profile)]
     exact = all(n.facts.ieee for n in group[1:])
     if reads[:1] == [head.data] and not plan.quantized(head.data):
         rounded = next((n for n in graph.nodes if n.op == DYNAMIC and n.output == head.data), None)
@@ -440,7 +441,7 @@ def _kernel(
     if plan.before_rounding(made):
         return None
     reads = [i for n in group for i in n.inputs if i is not None and i not in made]
-    reads = [i for i in reads if i != _free_bias(head, profile)]
+    reads = [i for i in reads if i != _float_or_int_bias(head, profile)]
     if not all(plan.quantized(i) and plan[i].grid.table is None for i in reads if graph.is_float(i)):
         return None
     clips = [end for act in group[1:] if (end := act if act.facts.moves else profile.clip(act, out)) is not None]
@@ -459,7 +460,7 @@ def _kernel(
     return (kernel, clips) if kernel is not None and len(clips) == len(group) - 1 else None
 
 
-def _free_bias(head: Node, profile: Profile) -> str | None:
+def _float_or_int_bias(head: Node, profile: Profile) -> str | None:
     """Return the bias of a kernel that adds it quantized or not."""
     return head.bias if profile.float_biases else None
 
@@ -470,6 +471,7 @@ def is_pass_through(node: Node) -> bool:
 
 
 def _compute(run: Simulation, group: Sequence[Node]) -> None:
+    """Run a kernel: in integers, from integers to exact floats, or in float."""
     integer = _kernel(run.graph, run.plan, group, run.profile)
     if integer is not None:
         kernel, behind = integer
@@ -506,10 +508,10 @@ def _compute(run: Simulation, group: Sequence[Node]) -> None:
 
 
 def integer_clip_range(act: Node, t: Stored, rounded: Callable[[Tensor], Tensor]) -> tuple[int, int] | None:
-    """Return the integers between which an activation clips the results of a kernel; None if it has no bound.
+    """Return the integers to which an activation clips the results of a kernel; None if it has no bounds.
 
     Args:
-        rounded: how bounds divided by the scale are rounded.
+        rounded: rounds bounds divided by the scale.
     """
     ends, grid = act.clip_range or (None, None), t.grid
     if ends == (None, None):
@@ -521,7 +523,7 @@ def integer_clip_range(act: Node, t: Stored, rounded: Callable[[Tensor], Tensor]
 
 
 def pass_through(run: Simulation, group: Sequence[Node]) -> None:
-    """Run a pass-through operator on integers; on floats if results have another scale than operands."""
+    """Run a pass-through operator on integers, or on floats if the scales of operands and results differ."""
     node = group[0]
     data = [i for i in node.inputs if i is not None and run.graph.is_float(i)]
     results = [o for o in group[-1].outputs if run.plan.quantized(o)]
@@ -545,11 +547,11 @@ def pool_windows(x: Tensor, node: Node, border: float = 0.0) -> tuple[Tensor, Te
 
     Args:
         x: [N, C, ...].
-        border: value of the padding, if it counts.
+        border: value of the padding, if the average includes it.
 
     Returns:
-        The elements of each window, [N, C, *out, elements], 0 for those that do not count, and how many count,
-        [1, 1, *out].
+        The elements of each window, [N, C, *out, elements], 0 for those that the average leaves out; the number of
+        elements that it includes, [1, 1, *out].
     """
     a, counted = node.attrs, node.attrs["count_include_pad"]
     axes = range(2, 2 + len(a["kernel"]))
@@ -581,7 +583,7 @@ def accumulate(run: Simulation, node: Node) -> Tensor:
 
 
 def _aligned_bias(run: Simulation, node: Node, bias: str) -> Tensor:
-    """Return the integers of a bias in steps of the accumulator, s_in s_w; one with a scale of its own is shifted."""
+    """Return the integers of a bias at the scale of the accumulator, s_in s_w; requantize it from another scale."""
     b, steps = run.code(bias), run.plan[node.data].scale * run.plan[node.weight].scale
     ratio = run.plan[bias].scale / steps
     if bool(((ratio - 1).abs() < 1e-3).all()):
@@ -591,16 +593,16 @@ def _aligned_bias(run: Simulation, node: Node, bias: str) -> Tensor:
 
 
 def _products(run: Simulation, node: Node) -> Tensor:
-    """Return sums of products, less what is lost where the processor saturates."""
+    """Return sums of products as the processor computes them, with its saturation."""
     acc = _exact_products(run, node)
     if not run.in_pairs:
         return acc
-    lost = _lost(run.code(node.data), run.plan[node.data].zero_point, run.code(node.weight), node)
+    lost = _saturation_error(run.code(node.data), run.plan[node.data].zero_point, run.code(node.weight), node)
     return acc if lost is None else acc + lost
 
 
-def _lost(x: Tensor, zero: Tensor, w: Tensor, node: Node) -> Tensor | None:
-    """Return what sums of products gain by saturation in pairs, see `sums.lost_in_windows`."""
+def _saturation_error(x: Tensor, zero: Tensor, w: Tensor, node: Node) -> Tensor | None:
+    """Return the error that saturation in pairs adds to sums of products; None if no pair saturates."""
     if node.facts.kind == "conv":
         how = {k: node.attrs[k] for k in ("stride", "padding", "dilation", "groups")}
         return sums.lost_in_windows(x, zero, w, **how)
@@ -610,28 +612,29 @@ def _lost(x: Tensor, zero: Tensor, w: Tensor, node: Node) -> Tensor | None:
 
 
 def _exact_products(run: Simulation, node: Node) -> Tensor:
+    """Return sums of products without saturation: in the processor's integers where they fit, else in float64."""
     x, w, a = run.code(node.data), run.code(node.weight), node.attrs
     zero, w_zero = (run.plan[name].zero_point for name in (node.data, node.weight))
     if sums.fits(x, zero, w, w_zero):
         if node.op == "Linear":
             return sums.multiplied(x, zero, w)
-        plain = node.facts.kind != "transposed"
+        convolution = node.facts.kind != "transposed"
         how = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
-        if plain and (acc := sums.convolved(x, zero, w, **how)) is not None:
+        if convolution and (acc := sums.convolved(x, zero, w, **how)) is not None:
             return acc
     x, w = run.centred(node.data), run.centred(node.weight)
     return F.linear(x, w) if node.op == "Linear" else execute(node, [x, w])[0]
 
 
 def inner_product(c: KernelCall) -> Tensor:
-    """Return sums of products of two values, exact but for what the processor loses."""
+    """Return sums of products of two values, with the processor's saturation."""
     acc = torch.matmul(c.centred(), c.centred(c.second))
-    lost = _lost(c.code(), c.zero(c.x), c.code(c.second), c.node) if c.run.in_pairs else None
+    lost = _saturation_error(c.code(), c.zero(c.x), c.code(c.second), c.node) if c.run.in_pairs else None
     return acc if lost is None else acc + lost
 
 
 def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a dynamic kernel's sums of products (int32 or float64), the scale of its input, and its bias, or 0."""
+    """Return sums of products of a dynamic kernel (int32 or float64), the scale of its input, and its bias or 0."""
     q, s, z = c.run.dynamic[c.x]
     w, w_zero = c.code(c.second), c.zero(c.second)
     if c.node.facts.kind == "conv":
@@ -644,9 +647,11 @@ def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
     else:
         centred = c.centred(c.second)
         acc = c.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if c.node.op == "Linear" else centred))
-    lost = _lost(q, z, w, c.node) if c.run.in_pairs else None  # none in a ConvInteger, whose weights come first
+    # ConvInteger does not saturate: its weights are the first factor
+    lost = _saturation_error(q, z, w, c.node) if c.run.in_pairs else None
     return acc if lost is None else acc + lost, s, _float_bias(c)
 
 
 def _float_bias(c: KernelCall) -> Tensor:
+    """Return the bias of a dynamic kernel in float, or 0."""
     return torch.zeros(()) if c.node.bias is None else c.run.graph.weights[c.node.bias].detach()

@@ -25,25 +25,25 @@ from chipfit.registry import entry, require
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.verify.run import default_runtime
 
-#: calls of each file that warm it up, and pairs of calls that are measured, at least and at most
-WARM, LEAST, MOST = 3, 10, 1000
+WARM_UP_CALLS = 3  #: of each file, which are not measured
+LEAST_PAIRS, MOST_PAIRS = 10, 1000  #: pairs of calls that are measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorWork:
-    """The work of one operator for one sample."""
+    """The multiplications and the memory traffic of one operator for one sample."""
 
     name: str  #: the user's layer
-    op: str
-    exec: str  #: "int", "float", "follow" or "table"
+    op: str  #: canonical operator
+    exec: str  #: execution mode: "int", "float", "follow" or "table"
     products: int  #: multiplications
-    float_bytes: int  #: of inputs, weights and results in float32
-    quantized_bytes: int  #: of the same as they are stored
+    float_bytes: int  #: size of inputs, weights and results in float32
+    quantized_bytes: int  #: size of inputs, weights and results as the plan stores them
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Timing(SummaryRepr):
-    """The time of one call of the float file and of the quantized one, and the work of each operator."""
+    """The time of one call of the float file and of the quantized file, and the work of each operator."""
 
     runtime: str
     batch: int  #: samples of a call
@@ -54,12 +54,12 @@ class Timing(SummaryRepr):
     quantized_wall_ms: float
     ratio: float  #: median over the pairs of quantized over float processor time
     float_file: int  #: size of the float file [byte]
-    quantized_file: int
+    quantized_file: int  #: size of the quantized file [byte]
     operators: tuple[OperatorWork, ...]  #: in execution order
 
     @property
     def warnings(self) -> list[str]:
-        """A sentence where the quantized file is not faster."""
+        """A sentence if the quantized file is not faster, else nothing."""
         if self.ratio < 0.95:
             return []
         what = "not faster than" if self.ratio < 1.05 else f"{self.ratio:.2f} times as slow as"
@@ -87,12 +87,13 @@ class Timing(SummaryRepr):
 def measure(
     graph: Graph, plan: Plan, platform: Platform, data: Any, *, runtime: str | None = None, seconds: float = 2.0
 ) -> Timing:
-    """Run the float and the quantized file in turns, and return their times.
+    """Write the float and the quantized file, run them in turns, and return their times.
 
     Args:
-        data: the first batch is what a call computes.
+        plan: of the quantized file.
+        data: calibration data; every call runs their first batch.
         runtime: a registered runtime; by default the platform's own.
-        seconds: time to measure for, after the first calls; at least `LEAST` pairs of calls run.
+        seconds: how long pairs of calls are measured; at least `LEAST_PAIRS` are.
 
     Raises:
         RuntimeUnavailable: the runtime is not installed, or refuses a file.
@@ -113,32 +114,35 @@ def measure(
         files = {k: export(graph, p, Path(folder) / f"{k}{suffix}", platform) for k, p in plans.items()}
         devices = {k: found.thing(file) for k, file in files.items()}
         sizes = {f"{k}_file": file.stat().st_size for k, file in files.items()}
-        used, clock = _alternate(list(devices.values()), inputs, seconds)
-    middle: dict[str, Any] = {f"{k}_ms": statistics.median(t) for k, t in zip(devices, used)}
-    middle |= sizes | {f"{k}_wall_ms": statistics.median(t) for k, t in zip(devices, clock)}
-    ratio = statistics.median(q / max(f, 1e-6) for f, q in zip(*used, strict=True))
+        cpu_times, clock_times = _alternate(list(devices.values()), inputs, seconds)
+    medians: dict[str, Any] = {f"{k}_ms": statistics.median(t) for k, t in zip(devices, cpu_times)}
+    medians |= sizes | {f"{k}_wall_ms": statistics.median(t) for k, t in zip(devices, clock_times)}
+    ratio = statistics.median(q / max(f, 1e-6) for f, q in zip(*cpu_times, strict=True))
     work, batch = tuple(operator_work(graph, plan, flat)), len(inputs[0]) if inputs and inputs[0].ndim else 1
-    return Timing(runtime=name, batch=batch, pairs=len(used[0]), ratio=ratio, operators=work, **middle)
+    return Timing(runtime=name, batch=batch, pairs=len(cpu_times[0]), ratio=ratio, operators=work, **medians)
 
 
 def _alternate(
     devices: Sequence[Any], inputs: Sequence[np.ndarray], seconds: float
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Call two devices in turns, the first one first in every other pair; return processor and clock times [ms]."""
+    """Call two devices in turns, and return the processor times and times on the clock of each [ms].
+
+    Every other pair begins with the first device.
+    """
     for device in devices:
-        for _ in range(WARM):
+        for _ in range(WARM_UP_CALLS):
             device.run(inputs)
-    used: list[list[float]] = [[], []]
-    clock: list[list[float]] = [[], []]
+    cpu_times: list[list[float]] = [[], []]
+    clock_times: list[list[float]] = [[], []]
     end = time.perf_counter() + seconds
     for pair in itertools.count():
-        if pair >= MOST or (pair >= LEAST and time.perf_counter() > end):
-            return used, clock
+        if pair >= MOST_PAIRS or (pair >= LEAST_PAIRS and time.perf_counter() > end):
+            return cpu_times, clock_times
         for k in (0, 1) if pair % 2 else (1, 0):
-            start, cpu = time.perf_counter(), time.process_time()
+            clock_start, cpu_start = time.perf_counter(), time.process_time()
             devices[k].run(inputs)
-            used[k].append(1e3 * (time.process_time() - cpu))
-            clock[k].append(1e3 * (time.perf_counter() - start))
+            cpu_times[k].append(1e3 * (time.process_time() - cpu_start))
+            clock_times[k].append(1e3 * (time.perf_counter() - clock_start))
     raise AssertionError
 
 
@@ -146,24 +150,24 @@ def operator_work(graph: Graph, plan: Plan, inputs: Sequence[Any]) -> list[Opera
     """Return the work of each operator for one sample.
 
     Args:
-        inputs: one batch, which decides sizes that the graph leaves open.
+        inputs: one batch; its sizes take the place of those that the graph leaves open.
     """
-    counts = {name: x.numel() for name, x in zip(graph.inputs, inputs, strict=True)}
+    elements = {name: x.numel() for name, x in zip(graph.inputs, inputs, strict=True)}
     names = [o for n in graph.nodes for o in n.outputs]
-    counts |= {name: x.numel() for name, x in run(graph, list(inputs), keep=names).items() if name in names}
+    elements |= {name: x.numel() for name, x in run(graph, list(inputs), keep=names).items() if name in names}
     batch = len(inputs[0]) if inputs and inputs[0].dim() else 1
-    counts = {k: -(-c // batch) for k, c in counts.items()} | {k: w.numel() for k, w in graph.weights.items()}
+    elements = {k: -(-c // batch) for k, c in elements.items()} | {k: w.numel() for k, w in graph.weights.items()}
 
-    def size(name: str) -> int:
+    def stored_bytes(name: str) -> int:
         stored = plan.stored(name)
         bits = 32 if stored is None else stored.grid.bits
-        return (counts.get(name, 0) * bits + 7) // 8
+        return (elements.get(name, 0) * bits + 7) // 8
 
     out = []
     for node in graph.nodes:
         if node.name not in plan.nodes:
             continue
-        touched = [*dict.fromkeys(i for i in (*node.inputs, *node.outputs) if i is not None)]
+        values = [*dict.fromkeys(i for i in (*node.inputs, *node.outputs) if i is not None)]
         decided = plan.nodes[node.name]
         out.append(
             OperatorWork(
@@ -171,8 +175,8 @@ def operator_work(graph: Graph, plan: Plan, inputs: Sequence[Any]) -> list[Opera
                 op=node.op,
                 exec=decided.exec,
                 products=int(products(graph, node)),
-                float_bytes=sum(4 * counts.get(t, 0) for t in touched),
-                quantized_bytes=sum(map(size, touched)),
+                float_bytes=sum(4 * elements.get(t, 0) for t in values),
+                quantized_bytes=sum(map(stored_bytes, values)),
             )
         )
     return out

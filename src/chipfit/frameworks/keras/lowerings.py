@@ -20,8 +20,8 @@ from chipfit.quantizers.dynamic import dynamic_quantize
 
 layers = keras.layers
 Kernel = Callable[..., Any]
-Chosen = tuple[Any, dict[str, Any]]  #: class of a layer, and its settings without the name
-#: function from a node, the graph and variable -> weight to the layer; None where no layer computes the node
+Chosen = tuple[Any, dict[str, Any]]  #: class of a layer, and the arguments of its constructor except the name
+#: function from (node, graph, the layer's variable -> weight) to a layer; None where no layer computes the node
 Choose = Callable[[Node, Graph, dict[str, str]], Chosen | None]
 
 
@@ -31,13 +31,13 @@ class Lowering:
 
     kernel: Kernel | None = None  #: function of inputs in order (None where absent) and attributes
     layer: Choose | None = None
-    variables: str = ""  #: names of the layer's variables, by slot of the operator behind the data
+    variables: str = ""  #: names of the layer's variables, in the order of the operator's slots for weights
 
 
 def layer_of(node: Node, graph: Graph) -> tuple[Any, dict[str, Any], dict[str, str]] | None:
-    """Return the Keras layer that computes a node (class, settings, variable -> weight), or None.
+    """Return the Keras layer that computes a node: class, arguments, variable -> weight; None if there is none.
 
-    A layer with variables needs constants for them; a layer without needs data for all operands.
+    A layer with variables needs weights of the graph for them; a layer without variables cannot read any.
     """
     lowering = LOWERINGS.get(node.op)
     if (
@@ -62,7 +62,7 @@ def layer_of(node: Node, graph: Graph) -> tuple[Any, dict[str, Any], dict[str, s
 
 
 def padding_word(node: Node, graph: Graph) -> str:
-    """Return Keras's word for the padding of a convolution or pool, or "" if it has none."""
+    """Return "same" or "valid" for the padding of a convolution or pool, or "" if it is neither."""
     size, a = graph.shape(node.data)[1:-1], node.attrs
     kernel = a["kernel"] if "kernel" in a else graph.weights[node.weight].shape[2:]
     return paddings.word(a["padding"], size, kernel, a["stride"], a.get("dilation", (1,) * len(size)))
@@ -77,14 +77,14 @@ def _conv_settings(node: Node, graph: Graph, variables: dict[str, str]) -> dict[
 def _conv(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
     a, w = node.attrs, graph.weights[variables["kernel"]]
     config = {**_conv_settings(node, graph, variables), "padding": padding_word(node, graph) or "valid"}
-    one = node.layer_type == "DepthwiseConv2D" and w.shape[:2] == (1, 1)  # read as a plain convolution
-    if (one or node.op == "DepthwiseConv2D") and len(set(a["stride"])) == 1:  # TensorFlow supports no other
+    single_channel = node.layer_type == "DepthwiseConv2D" and w.shape[:2] == (1, 1)  # captured as Conv2D
+    if (single_channel or node.op == "DepthwiseConv2D") and len(set(a["stride"])) == 1:  # TensorFlow needs equal ones
         return layers.DepthwiseConv2D, {**config, "depth_multiplier": w.shape[0] // a["groups"]}
     return _of_rank("Conv{}D", w.dim()), {**config, "filters": w.shape[0], "groups": a["groups"]}
 
 
 def _transposed(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
-    """Return the layer with the user's words for the padding, which do not follow from the node's numbers."""
+    """Choose a layer with the padding of the user's own layer, which the attributes do not determine."""
     if "output_padding" not in node.config:
         return None
     w, words = graph.weights[variables["kernel"]], {k: node.config[k] for k in ("padding", "output_padding")}
@@ -93,7 +93,7 @@ def _transposed(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen |
 
 
 def _of_rank(name: str, rank: int) -> Any:
-    """Return the layer of this name for tensors with `rank` axes, including batch and channels."""
+    """Return the layer of this name for tensors of `rank` axes, batch and channels included."""
     return getattr(layers, name.format(rank - 2))
 
 
@@ -131,13 +131,18 @@ def _prelu(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen:
 
 
 def _layer(cls: Any, attrs: Mapping[str, str] | None = None, fixed: Mapping[str, Any] | None = None) -> Choose:
-    """Return a function that always chooses one layer; `attrs` are attribute -> setting, `fixed` further settings."""
+    """Return a function that always chooses one layer.
+
+    Args:
+        attrs: attribute of the operator -> argument of the layer.
+        fixed: further arguments of the layer.
+    """
     settings, names = dict(fixed or {}), attrs or {}
     return lambda node, graph, variables: (cls, settings | {s: node.attrs[a] for a, s in names.items()})
 
 
 def _merge(node: Node, graph: Graph, variables: dict[str, str], *, layer: str) -> Chosen | None:
-    """Choose a layer for float operands of one rank."""
+    """Choose a layer if all operands have one rank and the result is float."""
     ranks = {len(graph.shape(i or "")) for i in node.inputs}
     return (getattr(layers, layer), {}) if len(ranks) == 1 and graph.is_float(node.output) else None
 
@@ -167,7 +172,7 @@ def _global_average(node: Node, graph: Graph, variables: dict[str, str]) -> Chos
 
 
 def _reshape(node: Node, graph: Graph, variables: dict[str, str]) -> Chosen | None:
-    """Choose a layer if the batch is unchanged."""
+    """Choose a layer if the batch keeps its size."""
     (_, *old), new = graph.shape(node.data) or (None,), graph.shape(node.output)
     if not new or None in (*old, *new[1:]) or math.prod(old) != math.prod(new[1:]):  # type: ignore[arg-type]
         return None
@@ -248,7 +253,7 @@ def _resize(x: Any, *, mode: str, size: Any, scale: Any, align_corners: bool) ->
 
 
 def _depth_to_space(x: Any, *, block: int) -> Any:
-    """Move channels [C, block, block] to the places [block, block] of one pixel."""
+    """Move channels [C, block, block] of a pixel to the [block, block] pixels that replace it."""
     samples, height, width, channels = ops.shape(x)
     parts = ops.reshape(x, (samples, height, width, channels // block**2, block, block))
     turned = ops.transpose(parts, (0, 1, 4, 2, 5, 3))
@@ -256,7 +261,7 @@ def _depth_to_space(x: Any, *, block: int) -> Any:
 
 
 def _space_to_depth(x: Any, *, block: int) -> Any:
-    """Move the places [block, block] of one pixel to channels [C, block, block]."""
+    """Move [block, block] pixels to channels [C, block, block] of the pixel that replaces them."""
     samples, height, width, channels = ops.shape(x)
     parts = ops.reshape(x, (samples, height // block, block, width // block, block, channels))
     turned = ops.transpose(parts, (0, 1, 3, 5, 2, 4))
@@ -276,7 +281,7 @@ def _attention(
 
 
 def _size(x: Any, *, axis: int) -> Any:
-    """Return a vector whose length is a size: symbolic calls have no number where a size is open."""
+    """Return a vector as long as an axis: in symbolic calls an open size is not a number."""
     return x[tuple(slice(None) if k == axis else 0 for k in range(len(x.shape)))]
 
 
@@ -338,7 +343,7 @@ def _layer_norm(x: Any, w: Any = None, b: Any = None, *, normalized_shape: Any, 
 def _curve(x: Any, *, steps: str) -> Any:
     def kernel(op: str) -> Kernel:
         found = LOWERINGS[op].kernel
-        assert found is not None  # of every element-wise operator
+        assert found is not None  # every element-wise operator has one
         return found
 
     return compute(steps, x, kernel, float)
@@ -383,11 +388,11 @@ def _enter_cell(
     """Enter a cell of the table of operators.
 
     Args:
-        name: a function, its name here (`_KERNELS`), or else in keras.ops; None if only a layer computes the operator.
+        name: a function, or its name in `_KERNELS` or keras.ops; None if only a layer computes the operator.
         layer: the layer that computes the operator whatever its attributes.
-        attrs: "attribute=theirs" for arguments of the layer; without a layer, for those of the function that have
-            another name.
-        fixed: further settings of the layer.
+        attrs: "attribute=argument" words: the arguments of `layer`, or without one those arguments of the function
+            that are not called like the attribute.
+        fixed: further arguments of the layer.
         choose: function of `_LAYERS` that chooses the layer.
         variables: see `Lowering`.
     """
@@ -410,9 +415,9 @@ class CanonicalOperation(keras.layers.Layer):
     Args:
         op: name of the operator.
         settings: attributes of the operator.
-        slots: one entry for each input of the operator: "x", the next tensor of the call; "-", absent; or a weight of
-            the layer as dtype, whether it trains, and shape, ["float32", true, 3, 4]. Weights are named w0, w1, ... by
-            slot.
+        slots: one entry for each input of the operator: "x" for the next tensor of the call, "-" for an absent input,
+            or for a weight its dtype, whether it is trainable, and its shape: ["float32", true, 3, 4]. The weight of
+            slot k is named wk.
     """
 
     def __init__(self, op: str, settings: dict[str, Any], slots: Sequence[Any], **kwargs: Any) -> None:

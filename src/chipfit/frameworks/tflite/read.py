@@ -1,7 +1,7 @@
-"""Readers of the operators in `.tflite` files: the `tflite` column of the table of operators in the other direction.
+"""Readers of the operators in `.tflite` files: the inverse of the `tflite` column of the table of operators.
 
-A cell whose operator is written as it is (`write: plain`) is read as it is; for the others there is a function here.
-Values have channels last. What only computes shapes is not read: shapes are those of LiteRT's own run.
+An operator that is written one to one (`write: plain`) is read one to one; the others have a function here. Values
+have channels last. Operators that only compute shapes are not read: the shapes come from a run of LiteRT.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from chipfit.operators.table import OPS, read_column
 
 #: operators of the schema -> reader
 READERS: dict[str, Callable[["Call"], Any]] = {}
-#: operators of the schema -> canonical operator that is written so; of several, the one that others are cases of
+#: operators of the schema -> canonical operator that is written so; of several, the most general
 OPERATORS: dict[str, str] = {}
 #: operators of the schema whose operands and results are those of the canonical operator, which has no attributes
 PLAIN: dict[str, None] = {}
@@ -59,21 +59,21 @@ def require(condition: bool, why: str = "") -> None:
 
 
 class Reading:
-    """The graph of one file while it is read."""
+    """The graph of one file while it is read; `quantized.py` derives a class that also reads grids."""
 
-    one_value_each = False  #: every computing node has a tensor of the file as its result
+    one_value_each = False  #: every node that computes must have a tensor of the file as its result
 
     def __init__(self, model: TfliteModel, facts: Facts, open_batch: bool) -> None:
         """
         Args:
-            facts: of a run of the batch that the file has.
-            open_batch: leave the first size of what is computed open.
+            facts: shapes and constants from a run of the file.
+            open_batch: leave the first size of computed values open.
         """
         self.model, self.facts, self.open_batch = model, facts, open_batch
         self.builder = GraphBuilder(Graph([], [], [], {}, {}, data_format="channels_last", framework="tflite"))
         self.values: dict[int, Value] = {}  #: tensor -> the value that it became
-        self._same: dict[int, int] = {}  #: tensors of the numbers that a constant stands for -> the constant
-        #: result of SPACE_TO_BATCH_ND -> dilation and padding of the convolution behind it, result of BATCH_TO_SPACE_ND
+        self._same: dict[int, int] = {}  #: result of DEQUANTIZE -> its operand, a constant
+        #: result of SPACE_TO_BATCH_ND -> dilation and padding of its convolution, result of BATCH_TO_SPACE_ND
         self.spread: dict[int, tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]] = {}
         self._weights: dict[tuple[int, str], str] = {}
 
@@ -110,7 +110,7 @@ class Reading:
         return self.values[index]
 
     def constant(self, index: int) -> np.ndarray | None:
-        """Return the numbers of a constant, or of what is computed from constants."""
+        """Return the array of a constant, or of a tensor computed from constants; None if it depends on an input."""
         if index in self.facts.folded:
             return self.facts.folded[index]
         return self.model.tensors[self._same.get(index, index)].constant
@@ -119,8 +119,8 @@ class Reading:
         """Return the name of a constant as a weight of the graph.
 
         Args:
-            change: what brings it into the canonical layout.
-            how: name of the change.
+            change: brings the array into the canonical layout.
+            how: name of `change`; a constant that is changed in two ways becomes two weights.
         """
         key = (index, how)
         if key not in self._weights:
@@ -133,14 +133,14 @@ class Reading:
         return self._weights[key]
 
     def numbers(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight as the graph holds it."""
+        """Return a weight with the dtype that the graph holds: float32 for float64."""
         return weight.float() if weight.dtype == torch.float64 else weight
 
     def joined(self, wanted: str, indices: Sequence[int]) -> str:
-        """Return the name of a weight that holds constants of the file one after another, along their first axis.
+        """Add a weight that concatenates constants of the file along their first axis, and return its name.
 
         Args:
-            wanted: its name, if that is free.
+            wanted: the name, if it is free.
         """
         arrays = [np.asarray(a) for k in indices if (a := self.constant(k)) is not None]
         require(len(arrays) == len(indices), "a weight of it is computed")
@@ -154,18 +154,19 @@ class Reading:
         self.builder.graph.notes.append(f"warning: {what}")
 
     def rounded(self, c: "Call", x: Value) -> Value:
-        """Return the data of a layer as its kernel reads them."""
+        """Return the data of a layer; overridden where a dynamic kernel quantizes them first."""
         return x
 
     def record_grid(self, name: str, index: int) -> None:
-        """Take note that a value or weight is stored as a tensor of the file is."""
+        """Note that a value or weight has the grid of a tensor of the file; overridden where grids are read."""
 
     def _read(self, op: Operator) -> None:
+        """Add the nodes of an operator, unless its results are constants or sizes."""
         if op.inputs and all(i < 0 or i not in self.values for i in op.inputs):
             if self.model.restores(op):
                 self._same[op.outputs[0]] = op.inputs[0]
             return
-        if self.facts.folded.keys() >= {*op.outputs}:  # a size of a value
+        if self.facts.folded.keys() >= {*op.outputs}:  # a size, known from the run
             return
         call = Call(self, op)
         mark = self.builder.mark()
@@ -193,18 +194,18 @@ def _results(call: "Call") -> list[Value]:
     return found if isinstance(found, list) else [found]
 
 
-#: operators one of whose operands is the shape of the result, which is known
+#: operators with an operand that only states the shape of the result
 _BY_SHAPE = "RESHAPE BROADCAST_TO EXPAND_DIMS SQUEEZE RESIZE_BILINEAR RESIZE_NEAREST_NEIGHBOR".split()
 
 
 def _read_by(op: Operator) -> list[int]:
-    """Return the operands that are read."""
+    """Return the operands of an operator except shapes."""
     return op.inputs[:1] if op.kind in _BY_SHAPE else op.inputs[1:] if op.kind == "TRANSPOSE_CONV" else op.inputs
 
 
 _SOURCE = "start from the model that the file was converted from"
 _VARIABLES = f"{_SOURCE}, without streaming; chipfit.streaming makes its states inputs and outputs"
-#: operator without a reader -> what helps
+#: operator without a reader -> the hint of the error
 _WITHOUT = {
     "TFLite_Detection_PostProcess": f"{_SOURCE}, up to boxes and scores; the boxes are selected behind the network",
     **dict.fromkeys(("VAR_HANDLE", "READ_VARIABLE", "ASSIGN_VARIABLE", "CALL_ONCE"), _VARIABLES),
@@ -229,35 +230,39 @@ class Call:
         return OPERATORS[self.op.kind]
 
     def has(self, k: int) -> bool:
+        """Return whether an optional operand is present."""
         return k < len(self.op.inputs) and self.op.inputs[k] >= 0
 
     def value(self, k: int) -> Value:
-        """Return the operand that is computed."""
+        """Return the value of an operand, which must be computed."""
         require(self.op.inputs[k] in self.reading.values, "an operand of it is a constant")
         return self.reading.values[self.op.inputs[k]]
 
     def tensor(self, k: int) -> Tensor:
-        """Return the tensor of the file that is an operand."""
+        """Return an operand as a tensor of the file."""
         return self.reading.model.tensors[self.op.inputs[k]]
 
     def constant(self, k: int) -> np.ndarray:
+        """Return the array of an operand, which must be a constant."""
         array = self.reading.constant(self.op.inputs[k]) if self.has(k) else None
         require(array is not None, f"operand {k} is not a constant")
         return np.asarray(array)
 
     def dims(self, k: int) -> tuple[int, ...]:
-        """Return the shape of a constant."""
+        """Return the shape of an operand, which must be a constant."""
         require(self.is_constant(k), f"operand {k} is not a constant")
         return self.reading.facts.shapes[self.op.inputs[k]]
 
     def integers(self, k: int) -> tuple[int, ...]:
+        """Return the elements of an operand, which must be a constant."""
         return tuple(int(v) for v in self.constant(k).ravel())
 
     def is_constant(self, k: int) -> bool:
+        """Return whether an operand is present and is not computed from inputs."""
         return self.has(k) and self.op.inputs[k] not in self.reading.values
 
     def operand(self, k: int) -> str:
-        """Return the name of an operand, which may be a constant."""
+        """Return the name of an operand in the graph: a value, or a weight if it is constant."""
         return self.weight(k) if self.is_constant(k) else self.value(k).name
 
     def weight(
@@ -272,17 +277,18 @@ class Call:
         return self.weight(k, np.ravel, "bias", trains=True) if self.has(k) else None
 
     def added(self, value: Any) -> str:
-        """Add a constant of our own."""
+        """Add a constant that the file does not hold, and return its name."""
         builder = self.reading.builder
         name = builder.fresh(f"{self.name}/constant")
         builder.graph.weights[name] = torch.as_tensor(value)
         return name
 
     def shape(self, k: int = 0) -> tuple[int | None, ...]:
+        """Return the shape of a result; None where a size is open."""
         return self.reading.shape(self.out[k])
 
     def emit(self, op: str, inputs: Sequence[str | Value | None], /, **attrs: Any) -> Value:
-        """Append the node that computes the result."""
+        """Append the node that computes the result, with its name, shape and dtype."""
         return self.part(op, inputs, self.shape(), called=self.name, **attrs)
 
     def part(
@@ -296,11 +302,12 @@ class Call:
         called: str = "",
         **attrs: Any,
     ) -> Value:
-        """Append a node in front of the one that computes the result.
+        """Append a node that computes a part of the result.
 
         Args:
+            shape: of its value.
             kind: dtype of its value, by default that of the result.
-            called: its name.
+            called: name of its value, by default a new one.
         """
         return self.parts(op, inputs, [(shape, kind or self.out[0].dtype)], called, **attrs)[0]
 
@@ -324,6 +331,7 @@ class Call:
         return int(axis) % (len(self.shape()) if rank is None else rank)
 
     def static(self, shape: Sequence[int | None] | None = None) -> tuple[int, ...]:
+        """Return a shape, by default that of the result, as attribute of a Reshape: -1 where a size is open."""
         return tuple(-1 if d is None else d for d in (self.shape() if shape is None else shape))
 
 
@@ -333,7 +341,7 @@ class Call:
 def _windows(
     c: Call, x: Value, kernel: Sequence[int], dilation: Sequence[int] = (1, 1)
 ) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
-    """Return stride and padding of windows: SAME has the odd element behind."""
+    """Return stride and padding of windows; SAME puts the odd element of its padding at the end of an axis."""
     stride = tuple(int(c.option(f"stride{axis}")) for axis in "DHW"[-len(kernel) :])
     if c.option("padding") != _SAME:
         return stride, ((0, 0),) * len(kernel)
@@ -379,9 +387,9 @@ def _conv_3d(c: Call) -> Value:
 
 @reads("SPACE_TO_BATCH_ND")
 def _space_to_batch(c: Call) -> Value:
-    """Read a convolution between batches of pixels far apart as the dilated convolution that it is.
+    """Read SPACE_TO_BATCH_ND, a convolution and BATCH_TO_SPACE_ND as the dilated convolution that they compute.
 
-    A result at i reads x at i + k d - p: padding in front is that of SPACE_TO_BATCH_ND less what is cut off behind it.
+    A result at i reads x at i + k d - p: p is the padding of SPACE_TO_BATCH_ND less what BATCH_TO_SPACE_ND cuts off.
     """
     require(not c.reading.one_value_each, "its convolution has another shape in the file")
     readers = [o for o in c.reading.model.operators if c.out[0].index in o.inputs]
@@ -402,7 +410,7 @@ def _space_to_batch(c: Call) -> Value:
 
 @reads("BATCH_TO_SPACE_ND")
 def _batch_to_space(c: Call) -> Value:
-    """Read nothing behind a dilated convolution, whose result has its pixels together."""
+    """Return the result of the dilated convolution; see SPACE_TO_BATCH_ND."""
     require(c.out[0].index in [result for *_, result in c.reading.spread.values()], "it follows no convolution")
     return c.value(0)
 
@@ -521,7 +529,7 @@ def _select(c: Call) -> Value:
 
 @reads("QUANTIZE DEQUANTIZE")
 def _requantize(c: Call) -> Value:
-    """Read nothing: numbers are floats here, whether the file holds integers or 16 bits."""
+    """Return the operand: all values are floats in the graph."""
     return c.value(0)
 
 
@@ -575,10 +583,10 @@ def _top_k(c: Call) -> list[Value]:
 
 
 def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
-    """Return whether parts along the first axis are a single one, the sample that the file computes.
+    """Return whether `axis` is an open batch, of which the file computes one sample.
 
     Raises:
-        Unreadable: They are several, and the first axis is open.
+        Unreadable: The batch is open, and the operator joins or splits several samples.
     """
     require(axis != 0 or parts == 1 or not c.reading.open_batch, "it takes the batch apart or makes one")
     return axis == 0 and c.reading.open_batch
@@ -669,7 +677,7 @@ def _gather(c: Call) -> Value:
 
 
 def _gather_within(c: Call, batched: int) -> Value:
-    """Read indices for each of the first axes: [*batch, *picked] picks of [*batch, size, *inner]."""
+    """Read a gather with batch axes: indices [*batch, *picked] into [*batch, size, *inner]."""
     (x, of), (index, at) = (_named_with_shape(c, k) for k in range(2))
     batched = batched % len(at)
     require(c.axis(rank=len(of)) == batched, "it gathers within samples, of an axis behind others")
@@ -687,13 +695,13 @@ def _gather_within(c: Call, batched: int) -> Value:
 
 
 def _named_with_shape(c: Call, k: int) -> tuple[str, tuple[int | None, ...]]:
-    """Return the name and the shape of an operand, which may be a constant."""
+    """Return the name and the shape of an operand, computed or constant."""
     return (c.weight(k), c.dims(k)) if c.is_constant(k) else (c.value(k).name, c.value(k).shape)
 
 
 @reads("GATHER_ND")
 def _gather_nd(c: Call) -> Value:
-    """Read indices [*picked, axes] of the first axes as indices of one axis that holds these axes."""
+    """Read indices [*picked, axes] as indices into one axis, to which the first axes are flattened."""
     (x, of), (index, at) = (_named_with_shape(c, k) for k in range(2))
     axes = at[-1] or 0
     sizes = [d or 0 for d in of[:axes]]
