@@ -1,12 +1,36 @@
-"""Parts that all readers share: the exception of a call that they cannot read, and integers by axis."""
+"""Parts that all readers share: the exception of a call that they cannot read, conditions, and integers by axis."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from chipfit.graph.ir import Graph, Node
+
+T = TypeVar("T")
 
 
 class Unreadable(Exception):
     """A call has no canonical equivalent."""
+
+
+def require(condition: object, why: str = "") -> None:
+    """Check a condition under which a call has a canonical equivalent.
+
+    Raises:
+        Unreadable: The condition is false, for the reason `why`.
+    """
+    if not condition:
+        raise Unreadable(why)
+
+
+def present(x: T | None) -> T:
+    """Return an operand, an attribute or a size that a call must have.
+
+    Raises:
+        Unreadable: It is None.
+    """
+    if x is None:
+        raise Unreadable
+    return x
 
 
 def per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:

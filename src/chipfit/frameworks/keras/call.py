@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from chipfit.frameworks.keras.kernel_layout import to_canonical
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import require
 from chipfit.graph.builder import GraphBuilder, Origin
 from chipfit.graph.ir import Graph, Value
 
@@ -129,8 +129,7 @@ class KerasCall:
             return self.builder.weight(np.asarray(x, dtype=dtype), self.origin, name=f"{own}.scalar")
         if isinstance(x, keras.Variable) and x.dtype == dtype:
             return self.builder.weight(x, self.origin)
-        if x is None or isinstance(x, (str, list, tuple)):
-            raise Unreadable
+        require(x is not None and not isinstance(x, (str, list, tuple)))
         array = keras.ops.convert_to_numpy(x).astype(dtype)
         return self.builder.weight(array, self.origin, name=f"{own}.constant")
 

@@ -16,7 +16,7 @@ import numpy as np
 from chipfit.frameworks.keras import padding as paddings
 from chipfit.frameworks.keras.call import KerasCall, narrowed
 from chipfit.frameworks.keras.kernel_layout import DEPTHWISE, SLOPES
-from chipfit.frameworks.reading import Unreadable, per_axis
+from chipfit.frameworks.reading import per_axis, present, require
 from chipfit.graph.einsum import as_product
 from chipfit.graph.hidden_scores import HIDDEN_SCORE
 from chipfit.graph.ir import Value
@@ -49,18 +49,8 @@ def reads(layers: str = "", operations: str = "", *, activated: bool = False) ->
 # ---------------------------------------------------------------- pieces of cells
 
 
-def _require(condition: bool) -> None:
-    """Check a condition of a reader.
-
-    Raises:
-        Unreadable: The condition is false.
-    """
-    if not condition:
-        raise Unreadable
-
-
 def _integer(v: Any) -> int:
-    _require(isinstance(v, int))
+    require(isinstance(v, int))
     return v
 
 
@@ -107,7 +97,7 @@ def _enter_cell(
     words = attribute_words(attrs)
 
     def read_cell(r: KerasCall, *xs: Any) -> list[Value]:
-        _require(len(xs) == operands and (not only or _CONDITIONS[only](r, xs[0])))
+        require(len(xs) == operands and (not only or _CONDITIONS[only](r, xs[0])))
         inputs = [*(r.operand(x) for x in xs), *(r.weight(getattr(r.op, v)) for v in variables.split())]
         given: dict[str, Any] = {
             attr: _FUNCTIONS[how](r, xs[0]) if how in _FUNCTIONS else _CONVERSIONS[how](getattr(r.op, setting))
@@ -120,13 +110,13 @@ def _enter_cell(
 
 
 def _number(v: Any) -> float:
-    _require(isinstance(v, (int, float)))
+    require(isinstance(v, (int, float)))
     return float(v)
 
 
 def _static(shape: Sequence[int | None]) -> tuple[int, ...]:
     """Return a shape with -1 for the unknown size; there may be one."""
-    _require(sum(d is None for d in shape) <= 1)
+    require(sum(d is None for d in shape) <= 1)
     return tuple(-1 if d is None else d for d in shape)
 
 
@@ -149,7 +139,7 @@ def _sizes(r: KerasCall, x: Value) -> tuple[int, ...]:
     """Return the sizes of the parts of a split, which are known."""
     sizes = [o.shape[r.op.axis % len(x.shape)] for o in r.outputs]
     known = tuple(s for s in sizes if s is not None)
-    _require(len(known) == len(sizes))
+    require(len(known) == len(sizes))
     return known
 
 
@@ -172,7 +162,7 @@ def _last_axis(r: KerasCall, x: Value) -> bool:
 def _last_shape(r: KerasCall, x: Value) -> tuple[int | None, ...]:
     """Return the shape of the last axes, along which the operation works."""
     rank, axes = len(x.shape), per_axis(r.op.axis, 1)
-    _require(sorted(a % rank for a in axes) == list(range(rank - len(axes), rank)))
+    require(sorted(a % rank for a in axes) == list(range(rank - len(axes), rank)))
     return x.shape[rank - len(axes) :]
 
 
@@ -194,10 +184,7 @@ def _pool_padding(r: KerasCall, x: Value) -> paddings.Pairs:
 
 
 def _padding(*args: Any) -> paddings.Pairs:
-    pairs = paddings.numbers(*args)
-    if pairs is None:
-        raise Unreadable
-    return pairs
+    return present(paddings.numbers(*args))
 
 
 def _border(r: KerasCall, x: Value) -> tuple[tuple[int, int], ...]:
@@ -206,10 +193,7 @@ def _border(r: KerasCall, x: Value) -> tuple[tuple[int, int], ...]:
 
 
 def _interpolation(r: KerasCall, x: Value) -> str:
-    mode = {"nearest": "nearest", "bilinear": "linear"}.get(getattr(r.op, "interpolation", "nearest"))
-    if mode is None:
-        raise Unreadable
-    return mode
+    return present({"nearest": "nearest", "bilinear": "linear"}.get(getattr(r.op, "interpolation", "nearest")))
 
 
 def _swapped(r: KerasCall, x: Value) -> tuple[int, ...]:
@@ -233,7 +217,7 @@ def _moved(r: KerasCall, x: Value) -> tuple[int, ...]:
 def _repeats(r: KerasCall, x: Value) -> tuple[int, ...]:
     """Return the repeats of every axis; axes that `repeats` leaves out are in front, as in numpy.tile."""
     repeats, rank = per_axis(r.op.repeats, 1), len(x.shape)
-    _require(len(repeats) <= rank)
+    require(len(repeats) <= rank)
     return (1,) * (rank - len(repeats)) + repeats
 
 
@@ -281,9 +265,8 @@ def _conv(
     """
     strides, mode, dilation = settings or (r.op.strides, r.op.padding, r.op.dilation_rate)
     *window, last_but_one, last = kernel.shape
-    n, channels = len(window), x.shape[-1]
-    if channels is None or isinstance(kernel, Value):
-        raise Unreadable
+    n, channels = len(window), present(x.shape[-1])
+    require(not isinstance(kernel, Value))
     groups = channels if depthwise else channels // last_but_one
     stride, dilation = per_axis(strides, n), per_axis(dilation, n)
     padding = _padding(mode, x.shape[1:-1], window, stride, dilation)
@@ -312,7 +295,7 @@ def _separable_layer(r: KerasCall, x: Value) -> Value:
 
 @reads("", "Conv")
 def _conv_operation(r: KerasCall, x: Value, kernel: Any, depthwise: bool = False) -> Value:
-    _require(_channels_last(r, x))
+    require(_channels_last(r, x))
     return _conv(r, x, kernel, None, depthwise=depthwise)
 
 
@@ -354,9 +337,9 @@ def _einsum_dense(r: KerasCall, x: Value) -> Value:
     kept = [c for c in given.replace("...", "") if c not in kernel]
     dots = "..." if given.startswith("...") else ""
     wanted = (dots + "".join(kept + summed), "".join(summed + new), dots + "".join(kept + new))
-    _require((given, kernel, result) == wanted)
+    require((given, kernel, result) == wanted)
     ins, outs = (math.prod(o.kernel.shape[a:b]) for a, b in ((0, len(summed)), (len(summed), None)))
-    _require(o.bias is None or tuple(o.bias.shape) == tuple(o.kernel.shape[len(summed) :]))
+    require(o.bias is None or tuple(o.bias.shape) == tuple(o.kernel.shape[len(summed) :]))
     lead = x.shape[: len(x.shape) - len(summed)]
     if len(summed) > 1:
         x = r.emit("Reshape", [x], (*lead, ins), part="merge", shape=_static((*lead, ins)))
@@ -374,7 +357,7 @@ def _einsum_dense(r: KerasCall, x: Value) -> Value:
 @reads("", "Normalize")
 def _normalize(r: KerasCall, x: Value) -> Value:
     axes, epsilon = per_axis(r.op.axis, 1), r.op.epsilon
-    _require(r.op.order == 2)
+    require(r.op.order == 2)
     shape = [1 if k in {a % len(x.shape) for a in axes} else d for k, d in enumerate(x.shape)]
     length = r.emit("ReduceL2", [x], shape, part="length", axes=axes, keepdims=True)
     least = float(keras.backend.epsilon() if epsilon is None else epsilon)
@@ -384,7 +367,7 @@ def _normalize(r: KerasCall, x: Value) -> Value:
 
 @reads("AveragePooling*D", "AveragePool")
 def _average_pool(r: KerasCall, x: Value) -> Value:
-    _require(_channels_last(r, x))
+    require(_channels_last(r, x))
     attrs = {name: value(r, x) if callable(value) else value for name, value in _POOL.items()}
     padding = attrs["padding"]
     if any(lo != hi for lo, hi in padding) and keras.backend.backend() == "torch":
@@ -407,7 +390,7 @@ def _global_average(r: KerasCall, x: Value) -> Value:
 def _resize(r: KerasCall, x: Value) -> Value:
     o, mode = r.op, _interpolation(r, x)
     size = tuple(int(s) for s in ((o.height, o.width) if isinstance(o, keras.Layer) else per_axis(o.size, 2)))
-    _require(not getattr(o, "antialias", False) and _channels_last(r, x) and len(x.shape) == 4 and "float" in x.dtype)
+    require(not getattr(o, "antialias", False) and _channels_last(r, x) and len(x.shape) == 4 and "float" in x.dtype)
     x = _to_aspect_ratio(r, x, size)
     if mode == "nearest":  # at pixel centres; the operator of that name samples at upper left corners
         whole = all(i is not None and s % i == 0 for s, i in zip(size, x.shape[1:3], strict=True))
@@ -443,7 +426,7 @@ def _up_sampling(r: KerasCall, x: Value) -> Value:
 @reads("", "DepthToSpace")
 def _depth_to_space(r: KerasCall, x: Value) -> Value:
     """Change the order of channels: (row, column, channel) in Keras, (channel, row, column) in the graph."""
-    _require(_channels_last(r, x))
+    require(_channels_last(r, x))
     block, channels = r.op.block_size, _integer(x.shape[-1])
     order = np.arange(channels).reshape(block * block, -1).T.ravel()
     moved = r.emit("Gather", [x, r.operand(order, "int64")], x.shape, part="order", axis=3)
@@ -452,7 +435,7 @@ def _depth_to_space(r: KerasCall, x: Value) -> Value:
 
 @reads("", "SpaceToDepth")
 def _space_to_depth(r: KerasCall, x: Value) -> Value:
-    _require(_channels_last(r, x))
+    require(_channels_last(r, x))
     block, channels = r.op.block_size, _integer(x.shape[-1])
     order = np.arange(channels * block * block).reshape(-1, block * block).T.ravel()
     moved = r.emit("SpaceToDepth", [x], r.shape, part="blocks", block=block)
@@ -463,8 +446,8 @@ def _space_to_depth(r: KerasCall, x: Value) -> Value:
 def _pad(r: KerasCall, x: Value, constant_values: Any = None) -> Value:
     pairs = tuple((int(lo), int(hi)) for lo, hi in r.op.pad_width)
     image = len(pairs) > 2 and not any((*pairs[0], *pairs[-1]))
-    _require(len(pairs) == len(x.shape) and isinstance(constant_values, (int, float, type(None))))
-    _require(r.op.mode == "constant" or (r.op.mode == "reflect" and image))
+    require(len(pairs) == len(x.shape) and isinstance(constant_values, (int, float, type(None))))
+    require(r.op.mode == "constant" or (r.op.mode == "reflect" and image))
     return r.emit("Pad", [x], padding=pairs, mode=r.op.mode, value=float(constant_values or 0))
 
 
@@ -474,7 +457,7 @@ def _pad(r: KerasCall, x: Value, constant_values: Any = None) -> Value:
 def _comparison(op: str) -> Reader:
     def read(r: KerasCall, a: Any, b: Any) -> Value:
         dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
-        _require(len(dtypes) == 1)
+        require(len(dtypes) == 1)
         if any(isinstance(x, float) for x in (a, b)) and "float" not in min(dtypes):
             dtypes = {"float32"}  # 2 > 1.5: the integer becomes a float
         (dtype,) = dtypes
@@ -487,7 +470,7 @@ def _comparison(op: str) -> Reader:
 @reads("", "All")
 def _any(r: KerasCall, x: Value) -> Value:
     """Read whether any, or all, of some conditions hold: the largest, or least, of zeros and ones is above a half."""
-    _require(x.dtype == "bool" and bool(x.shape))
+    require(x.dtype == "bool" and bool(x.shape))
     kind, keep = "ReduceMax" if type(r.op).__name__ == "Any" else "ReduceMin", bool(r.op.keepdims)
     ones = r.emit("Cast", [x], x.shape, "float32", part="ones", dtype="float32")
     most = r.emit(kind, [ones], r.shape, "float32", part="most", axes=_reduced(r, x), keepdims=keep)
@@ -499,7 +482,7 @@ def _clip(r: KerasCall, x: Value) -> Value:
     lo, hi = _number(r.op.x_min), _number(r.op.x_max)
     if "float" in r.dtype:
         return r.emit("Clamp", [x], min=lo, max=hi)
-    _require(lo.is_integer() and hi.is_integer())
+    require(lo.is_integer() and hi.is_integer())
     y = r.emit("Max", [r.operand(x), r.operand(int(lo))], part="low")
     return r.emit("Min", [y, r.operand(int(hi))])
 
@@ -544,7 +527,7 @@ def _prelu(r: KerasCall, x: Value) -> Value:
 
 @reads("Activation")
 def _activation_layer(r: KerasCall, x: Value) -> Value:
-    _require(r.op.activation in UNTRACEABLE)
+    require(r.op.activation in UNTRACEABLE)
     return r.emit(UNTRACEABLE[r.op.activation], [x])
 
 
@@ -557,7 +540,7 @@ def _rescaling(r: KerasCall, x: Value) -> Value:
 
 @reads("Normalization")
 def _normalization(r: KerasCall, x: Value) -> Value:
-    _require(not r.op.invert)
+    require(not r.op.invert)
     mean, variance = (keras.ops.convert_to_numpy(v) for v in (r.op.mean, r.op.variance))
     y = r.emit("Sub", [r.operand(x), r.operand(mean)], part="centre")
     return r.emit("Div", [y, r.operand(np.maximum(np.sqrt(variance), keras.backend.epsilon()))])
@@ -578,16 +561,15 @@ def _where(r: KerasCall, condition: Value, x1: Any = None, x2: Any = None) -> Va
 
 @reads("", "Matmul")
 def _matmul(r: KerasCall, a: Any, b: Any) -> Value:
-    _require(min(len(a.shape), len(b.shape)) >= 2)
+    require(min(len(a.shape), len(b.shape)) >= 2)
     return r.emit("MatMul", [r.operand(a), r.operand(b)])
 
 
 @reads("", "Einsum")
 def _einsum(r: KerasCall, a: Any, b: Any) -> Value:
     """Read an einsum of two operands that is one matrix product."""
-    product = as_product(r.op.subscripts)
-    if product is None or not (isinstance(a, Value) and isinstance(b, Value)):
-        raise Unreadable
+    product = present(as_product(r.op.subscripts))
+    require(isinstance(a, Value) and isinstance(b, Value))
     x, y = _permuted(r, a, product.left, "left"), _permuted(r, b, product.right, "right")
     if product.result == tuple(range(len(product.result))):
         return r.emit("MatMul", [x, y])
@@ -601,8 +583,8 @@ def _attention(
     r: KerasCall, query: Value, key: Value, value: Value, bias: Any = None, mask: Any = None, scale: Any = None
 ) -> Value:
     """Read attention: [N, T, heads, D] in Keras, [N, heads, T, D] in the canonical operator."""
-    _require((bias is None or mask is None) and r.op.attn_logits_soft_cap is None)
-    _require(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
+    require((bias is None or mask is None) and r.op.attn_logits_soft_cap is None)
+    require(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
     operands: list[Value | str]
     operands = [_permuted(r, x, (0, 2, 1, 3), part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
     n, t, h, d = r.shape
@@ -656,8 +638,8 @@ def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
     `key` consists of integers, slices, new axes (None) and at most one ellipsis; further axes are not indexed.
     """
     keys = list(key) if isinstance(key, tuple) else [key]
-    _require(all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys))
-    _require(not any(isinstance(k, bool) for k in keys))
+    require(all(k is None or k is Ellipsis or isinstance(k, (int, slice)) for k in keys))
+    require(not any(isinstance(k, bool) for k in keys))
     indexed = sum(k is not None and k is not Ellipsis for k in keys)
     if Ellipsis not in keys:
         keys.append(Ellipsis)
@@ -682,9 +664,9 @@ def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
 
 def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
     size, step = x.shape[axis], 1 if k.step is None else k.step
-    _require(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
+    require(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
     if size is None:  # the batch
-        _require((k.start or 0) >= 0 and (k.stop is None or k.stop >= 0))
+        require((k.start or 0) >= 0 and (k.stop is None or k.stop >= 0))
         start, end, length = k.start or 0, k.stop, None
     else:
         start, end, _ = k.indices(size)
@@ -695,13 +677,13 @@ def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
 
 @reads("", "OneHot")
 def _one_hot(r: KerasCall, x: Value) -> Value:
-    _require(not r.op.sparse)
+    require(not r.op.sparse)
     return _classes(r, x, r.op.num_classes, r.op.axis)
 
 
 @reads("", "MultiHot")
 def _multi_hot(r: KerasCall, x: Value) -> Value:
-    _require(r.op.axis == -1 and len(x.shape) > 1 and not r.op.sparse)
+    require(r.op.axis == -1 and len(x.shape) > 1 and not r.op.sparse)
     each = _classes(r, x, r.op.num_classes, part="each")
     return r.emit("ReduceMax", [each], None, each.dtype, axes=(1,), keepdims=False)
 
@@ -710,7 +692,7 @@ def _multi_hot(r: KerasCall, x: Value) -> Value:
 def _category_encoding(r: KerasCall, x: Value) -> Value:
     """Read classes as their columns; several classes of a sample, on axis 1, are joined or counted."""
     mode, n = r.op.output_mode, r.op.num_tokens
-    _require(not r.op.sparse and len(x.shape) > 1)
+    require(not r.op.sparse and len(x.shape) > 1)
     if mode == "one_hot":
         if x.shape[-1] == 1:
             x = r.emit("Reshape", [x], x.shape[:-1], x.dtype, "entries", shape=_static(x.shape[:-1]))
@@ -724,7 +706,7 @@ def _classes(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> 
     rank = len(x.shape) + 1
     axis %= rank
     shape = (*x.shape[:axis], n, *x.shape[axis:])
-    _require("int" in x.dtype)
+    require("int" in x.dtype)
     numbers = np.arange(n).reshape([n if k == axis else 1 for k in range(rank)])
     column = r.emit("Unsqueeze", [x], (*x.shape[:axis], 1, *x.shape[axis:]), x.dtype, "column", axes=(axis,))
     same = r.emit("Equal", [column, r.operand(numbers, x.dtype)], shape, "bool", "same")
@@ -735,7 +717,7 @@ def _classes(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> 
 @reads("", "Digitize")
 def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
     """Read the number of bins that begin at or below each entry."""
-    _require("float" in x.dtype and not isinstance(bins, Value))
+    require("float" in x.dtype and not isinstance(bins, Value))
     edges = keras.ops.convert_to_numpy(bins)
     column = r.emit("Unsqueeze", [x], (*x.shape, 1), x.dtype, "column", axes=(len(x.shape),))
     above = r.emit("GreaterEqual", [column, r.operand(edges, x.dtype)], (*x.shape, len(edges)), "bool", "above")
@@ -747,7 +729,7 @@ def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
 def _repeat(r: KerasCall, x: Value) -> Value:
     """Read copies of each entry along an axis: an axis of size 1 is tiled, others get an axis for the copies."""
     repeats, axis = tuple(int(n) for n in np.atleast_1d(r.op.repeats)), r.op.axis
-    _require(isinstance(axis, int) and x.shape[axis] is not None)
+    require(isinstance(axis, int) and x.shape[axis] is not None)
     axis %= len(x.shape)
     size = _integer(x.shape[axis])
     if len(repeats) > 1:
@@ -766,7 +748,7 @@ def _repeat(r: KerasCall, x: Value) -> Value:
 def _flip(r: KerasCall, x: Value) -> Value:
     """Read the reversal of one axis, whose size is known, as a Gather."""
     axes = range(len(x.shape)) if r.op.axis is None else per_axis(r.op.axis, 1)
-    _require(len(axes) == 1)
+    require(len(axes) == 1)
     axis = axes[0]
     backwards = np.arange(_integer(x.shape[axis]))[::-1]
     return r.emit("Gather", [x, r.operand(backwards, "int64")], axis=axis % len(x.shape))
@@ -774,11 +756,11 @@ def _flip(r: KerasCall, x: Value) -> Value:
 
 @reads("", "Take")
 def _take(r: KerasCall, x: Any, indices: Any) -> Value:
-    _require(r.op.axis is not None)
+    require(r.op.axis is not None)
     if isinstance(indices, Value):
         return r.emit("Gather", [r.operand(x), indices.name], axis=r.op.axis)
     places = keras.ops.convert_to_numpy(indices)
-    _require(np.issubdtype(places.dtype, np.integer))
+    require(np.issubdtype(places.dtype, np.integer))
     places = places % _integer(x.shape[r.op.axis])
     return r.emit("Gather", [x, r.operand(places, "int64")], axis=r.op.axis % len(x.shape))
 
@@ -786,7 +768,7 @@ def _take(r: KerasCall, x: Any, indices: Any) -> Value:
 @reads("", "BroadcastTo")
 def _broadcast_to(r: KerasCall, x: Any, batch_of: Value | None = None) -> Value:
     """Repeat a tensor, or a constant for each sample of `batch_of`, which `translate` records."""
-    _require(None not in r.shape[1:])
+    require(None not in r.shape[1:])
     if batch_of is None:
         return r.emit("Expand", [r.operand(x)], shape=_static(r.shape))
     size = r.emit("Size", [batch_of], (), "int", part="size", axis=0)

@@ -8,7 +8,7 @@ import numpy as np
 
 from chipfit.frameworks.keras.call import KerasCall
 from chipfit.frameworks.keras.read import reads
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, require
 from chipfit.graph.ir import Value
 
 _SIGMOID, _TANH, _RELU = (keras.activations.get(name) for name in ("sigmoid", "tanh", "relu"))
@@ -44,8 +44,7 @@ def _bidirectional(r: KerasCall, sequences: Value, initial_state: Any = None) ->
         _one_direction(r, layer, sequences, s, f"{r.name}/{layer.name}")
         for layer, s in zip((o.forward_layer, o.backward_layer), states, strict=True)
     ]
-    if [o.forward_layer.go_backwards, o.backward_layer.go_backwards] != [False, True]:
-        raise Unreadable
+    require([o.forward_layer.go_backwards, o.backward_layer.go_backwards] == [False, True])
     results = [y if o.return_sequences else last for y, last, *_ in both]
     states = [s for _, *last in both for s in last] if o.return_state else []
     return [*_merged(r, results), *states]
@@ -72,12 +71,10 @@ def _one_direction(
     """Append the node of one direction, by default of the layer's last cell; return its results."""
     cell = cell or getattr(layer, "cell", None)
     cell = getattr(cell, "cells", [cell])[-1]
-    if x.dtype != "float32" or len(x.shape) != 3 or x.shape[1] is None:
-        raise Unreadable
+    require(x.dtype == "float32" and len(x.shape) == 3 and x.shape[1] is not None)
     op, attrs = _kind(cell)
     states = [initial] if isinstance(initial, Value) else list(initial or ())
-    if not all(isinstance(s, Value) for s in states) or not (mask is None or isinstance(mask, Value)):
-        raise Unreadable
+    require(all(isinstance(s, Value) for s in states) and (mask is None or isinstance(mask, Value)))
     weights = [r.weight(cell.kernel, "linear"), r.weight(cell.recurrent_kernel, "linear"), *_biases(r, cell)]
     n, t, units = x.shape[0], x.shape[1], cell.units
     outs: list[tuple[Shape, str]] = [((n, t, units), x.dtype), *[((n, units), x.dtype)] * (2 if op == "LSTM" else 1)]

@@ -20,7 +20,7 @@ from chipfit.errors import CaptureError, ChipfitError, raised_outside_chipfit, s
 from chipfit.frameworks.onnx.limits import check_shape
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.runtime import OnnxFunction, as_tensor
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, present, require
 from chipfit.graph.builder import GraphBuilder, Origin
 from chipfit.graph.ir import OPAQUE, Graph, Node, Ref
 from chipfit.operators.table import OPS
@@ -209,10 +209,7 @@ class OnnxCall:
         Raises:
             Unreadable: It is left out.
         """
-        x = self.optional(index)
-        if x is None:
-            raise Unreadable
-        return x
+        return present(self.optional(index))
 
     def optional(self, index: int) -> Operand | None:
         return self.inputs[index] if index < len(self.inputs) else None
@@ -226,11 +223,7 @@ class OnnxCall:
         if name in self.node.attributes:
             return self.attr(name)
         x = self.optional(index)
-        if x is None:
-            return None
-        if x.constant is None:
-            raise Unreadable
-        return _plain(x.constant.tolist())
+        return None if x is None else _plain(present(x.constant).tolist())
 
     def integers(self, name: str, index: int) -> tuple[int, ...] | None:
         """Return an attribute or operand as integers.
@@ -239,8 +232,7 @@ class OnnxCall:
             Unreadable: It depends on data or open sizes, or lists more axes than a tensor has.
         """
         found = self.numbers(name, index)
-        if name == "axes" and isinstance(found, list) and len(found) > _MOST_AXES:
-            raise Unreadable
+        require(name != "axes" or not isinstance(found, list) or len(found) <= _MOST_AXES)
         return None if found is None else tuple(map(int, found)) if isinstance(found, (list, tuple)) else (int(found),)
 
     def weight(self, index: int, form: str = "", change: Callable[[Any], Any] | None = None) -> Operand:
@@ -314,8 +306,7 @@ class OnnxCall:
         Raises:
             Unreadable: No value has it.
         """
-        if sizes not in self.builder.places:
-            raise Unreadable
+        require(sizes in self.builder.places)
         name, axis = self.builder.places[sizes]
         (made,) = self.builder.emit(self.origin, f"{self.name}_size", "Size", [name], {"axis": axis}, [((), "int")])
         metas = tuple(torch.empty((), dtype=torch.int64, device=_META) for _ in sizes)
@@ -374,8 +365,7 @@ class OnnxCall:
                     raise
                 raise Unreadable(short_message(e)) from e
         results = [tuple(m) for m in zip(*metas, strict=True)]
-        if not all(isinstance(m, torch.Tensor) and m.dim() == r[0].dim() for r in results for m in r):
-            raise Unreadable
+        require(all(isinstance(m, torch.Tensor) and m.dim() == r[0].dim() for r in results for m in r))
         return self._append(op, operands, attrs, results, *wanted)
 
     def _append(

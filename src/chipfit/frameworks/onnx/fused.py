@@ -14,7 +14,7 @@ from onnx import helper, numpy_helper
 
 from chipfit.frameworks.onnx.call import OnnxCall
 from chipfit.frameworks.onnx.read import READERS
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, present, require
 
 #: version of ONNX's operators that the nodes below have
 OPSET = 23
@@ -67,13 +67,11 @@ class Body:
 
     def no_result(self, *indices: int) -> None:
         """Check that nothing reads these results."""
-        if any(self.call.outputs[k : k + 1] not in ([], [""]) for k in indices):
-            raise Unreadable
+        require(all(self.call.outputs[k : k + 1] in ([], [""]) for k in indices))
 
     def no_operand(self, *indices: int) -> None:
         """Check that these operands are absent."""
-        if any(self.given(k) for k in indices):
-            raise Unreadable
+        require(not any(self.given(k) for k in indices))
 
     def finish(self) -> list[ir.Node]:
         for node in self.nodes:
@@ -115,8 +113,7 @@ def _activated(f: Body, x: str, parameters: Sequence[float]) -> str:
         return x
     if kind == "Clip" and len(parameters) == 2:
         return f.op(kind, x, *(f.constant(np.float32(p)) for p in parameters))
-    if kind not in READERS or len(parameters) > 2:
-        raise Unreadable
+    require(kind in READERS and len(parameters) <= 2)
     return f.op(kind, x, **dict(zip(("alpha", "beta"), parameters, strict=False)))
 
 
@@ -138,8 +135,7 @@ def _gemm(f: Body) -> None:
 
 @_defines("FusedMatMul TransposeMatMul")
 def _mat_mul(f: Body) -> None:
-    if f.attr("transBatchA", 0) or f.attr("transBatchB", 0):
-        raise Unreadable
+    require(not f.attr("transBatchA", 0) and not f.attr("transBatchB", 0))
     operands = []
     for k, flag in enumerate(("transA", "transB")):
         turned = f.attr(flag, 0) and f.rank(k) > 1
@@ -202,14 +198,12 @@ def _mask(f: Body, index: int, data: int) -> str:
     rank, mask = f.rank(index), f.given(index)
     if rank == 1:
         x, counts = f.call.operand(data), f.call.operand(index)
-        if any(m.shape[0] != n.shape[0] for m, n in zip(x.metas, counts.metas, strict=True)) or x.rank != 3:
-            raise Unreadable
+        require(x.rank == 3 and all(m.shape[0] == n.shape[0] for m, n in zip(x.metas, counts.metas, strict=True)))
         zero, one = f.constant(np.int64(0)), f.constant(np.int64(1))
         keys = f.op("Range", zero, f.op("Gather", f.op("Shape", f.given(data)), one), one)
         counts_ = f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.INT64), f.constant([1]))
         mask, rank = f.op("Less", keys, counts_), 2
-    if rank not in (2, 3):
-        raise Unreadable
+    require(rank in (2, 3))
     return f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.BOOL), f.constant([1, 2] if rank == 2 else [1]))
 
 
@@ -234,9 +228,8 @@ def _attention(f: Body) -> None:
     f.no_operand(4, 6)
     f.no_result(1)
     w = f.call.operand(1)
-    total = w.shape[1]
-    if total is None or f.attr("do_rotary", 0):
-        raise Unreadable
+    total = present(w.shape[1])
+    require(not f.attr("do_rotary", 0))
     sizes = f.attr("qkv_hidden_sizes", [total // 3] * 3)
     parts, start = list[str](), 0
     for size in sizes:
@@ -252,17 +245,13 @@ def _multi_head(f: Body) -> None:
     f.no_operand(6, 7, 8, 9)
     f.no_result(1, 2, 3)
     q, k, v = (f.given(i) for i in range(3))
-    if not (k and v) or f.rank(0) != 3 or f.rank(1) != f.rank(2) or f.rank(1) not in (3, 4):
-        raise Unreadable
+    require((k and v) and f.rank(0) == 3 and f.rank(1) == f.rank(2) and f.rank(1) in (3, 4))
     by_head = f.rank(1) == 4
     if f.given(3):
-        if by_head:
-            raise Unreadable
+        require(not by_head)
         start, made = 0, list[str]()
         for i, x in enumerate((q, k, v)):
-            size = f.call.operand(i).shape[-1]
-            if size is None:
-                raise Unreadable
+            size = present(f.call.operand(i).shape[-1])
             made.append(f.add(x, f.part(f.given(3), 0, start, start + size)))
             start += size
         q, k, v = made
@@ -292,8 +281,7 @@ def _grouped(f: Body) -> None:
     q, k, v = (f.given(i) for i in range(3))
     if not k:
         width = f.call.operand(0).shape[-1]
-        if width is None:
-            raise Unreadable
+        require(width is not None)
         size, start, made = width // (heads + 2 * groups), 0, list[str]()
         for count in (heads, groups, groups):
             made.append(f.part(q, 2, start, start + count * size))
@@ -319,13 +307,11 @@ def _turned(f: Body, x: str, heads: int) -> str:
 def _rotary(f: Body) -> None:
     """Enter ONNX's own operator, whose positions come last."""
     table, x, positions = f.call.operand(2), f.call.operand(0), f.call.operand(1)
-    if f.attr("is_packed_batching", 0) or f.attr("scale", 1.0) != 1 or positions.rank != 2:
-        raise Unreadable
+    require(not f.attr("is_packed_batching", 0) and f.attr("scale", 1.0) == 1 and positions.rank == 2)
     heads, rotated = f.attr("num_heads", 0), f.attr("rotary_embedding_dim", 0)
     if x.rank == 3 and not heads:
-        width, half = x.shape[-1], table.shape[-1]
-        if width is None or half is None or rotated:
-            raise Unreadable
+        width, half = present(x.shape[-1]), present(table.shape[-1])
+        require(not rotated)
         heads = width // (2 * half)
     attrs = {"interleaved": f.attr("interleaved", 0), "num_heads": heads, "rotary_embedding_dim": rotated}
     f.result(0, f.op("RotaryEmbedding", f.given(0), f.given(2), f.given(3), f.given(1), **attrs))

@@ -13,7 +13,7 @@ import torch
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.model import domain_of
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, present, require
 from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, read_column
 
 Reader = Callable[[OnnxCall], Any]
@@ -85,27 +85,21 @@ def _enter_cell(
     named = {*(theirs for _, theirs, _ in words), *(fixed or {})}
 
     def read_cell(c: OnnxCall) -> Any:
-        if any(c.attr(k) != v and not _close(c.attr(k), v) for k, v in (fixed or {}).items()):
-            raise Unreadable
+        require(all(c.attr(k) == v or _close(c.attr(k), v) for k, v in (fixed or {}).items()))
         many = slots[-1].endswith("*")
         count = len(c.inputs) if many else len(slots)
         operands = [c.optional(k) if not many and slots[k].endswith("?") else c.operand(k) for k in range(count)]
-        if not all(k in named or c.is_default(k) for k in c.node.attributes):
-            raise Unreadable
+        require(all(k in named or c.is_default(k) for k in c.node.attributes))
         values = [(ours, c.attr(theirs), convert) for ours, theirs, convert in words]
         found = {ours: None if value is None else convert(value) for ours, value, convert in values}
-        if None in found.values() or any(x is not None for x in c.inputs[count + len(behind) :]):
-            raise Unreadable
+        require(None not in found.values() and not any(x is not None for x in c.inputs[count + len(behind) :]))
         for k, (ours, convert) in enumerate(behind, count):
-            if convert is None:
-                raise Unreadable
-            number = convert(c.numbers("", k))
+            number = present(convert)(c.numbers("", k))
             if ours in OPS[op].attrs:
                 found[ours] = number
             elif number != float(ours):
                 raise Unreadable
-        if sum(bool(o) for o in c.outputs) != 1:
-            raise Unreadable
+        require(sum(bool(o) for o in c.outputs) == 1)
         return c.emit(op, operands, **found, **(given or {}))
 
     if gate:
@@ -149,8 +143,7 @@ def _windows(c: OnnxCall, kernel: Sequence[Any], dilation: Sequence[int]) -> tup
     pairs = []
     for k, sizes in enumerate(zip(*(m.shape[2:] for m in c.operand(0).metas), strict=True)):
         total = {max((-(-s // stride[k]) - 1) * stride[k] + dilation[k] * (kernel[k] - 1) + 1 - s, 0) for s in sizes}
-        if len(total) > 1:
-            raise Unreadable
+        require(len(total) <= 1)
         (t,) = total
         pairs.append((t // 2, t - t // 2) if auto == "SAME_UPPER" else (t - t // 2, t // 2))
     return stride, tuple(pairs)
@@ -160,8 +153,7 @@ def _windows(c: OnnxCall, kernel: Sequence[Any], dilation: Sequence[int]) -> tup
 def _conv(c: OnnxCall) -> Any:
     x, w = c.operand(0), c.weight(1)
     n = w.rank - 2
-    if x.rank != w.rank or not 1 <= n <= 3:
-        raise Unreadable
+    require(x.rank == w.rank and 1 <= n <= 3)
     dilation, groups = tuple(c.attr("dilations") or (1,) * n), c.attr("group")
     stride, padding = _windows(c, w.shape[2:], dilation)
     depthwise = n == 2 and groups > 1 and groups == x.shape[1]
@@ -174,14 +166,12 @@ def _conv(c: OnnxCall) -> Any:
 def _conv_transpose(c: OnnxCall) -> Any:
     x, w = c.operand(0), c.weight(1)
     n = w.rank - 2
-    if x.rank != w.rank or not 1 <= n <= 3:
-        raise Unreadable
+    require(x.rank == w.rank and 1 <= n <= 3)
     dilation, groups = tuple(c.attr("dilations") or (1,) * n), c.attr("group")
     stride, more = tuple(c.attr("strides") or (1,) * n), tuple(c.attr("output_padding") or (0,) * n)
     auto, sizes, wanted = c.attr("auto_pad") or "NOTSET", x.shape[2:], c.attr("output_shape")
     if auto.startswith("SAME") or wanted:
-        if None in sizes:
-            raise Unreadable
+        require(None not in sizes)
         wanted = wanted or [s * k for s, k in zip(sizes, stride, strict=True)]
         reach = zip(sizes, stride, more, w.shape[2:], dilation, wanted, strict=True)
         total = [s * (i - 1) + o + (k - 1) * d + 1 - size for i, s, o, k, d, size in reach]
@@ -201,14 +191,12 @@ def _conv_transpose(c: OnnxCall) -> Any:
 def _pool(c: OnnxCall) -> Any:
     kernel = tuple(c.attr("kernel_shape"))
     dilation, ceil_mode = tuple(c.attr("dilations") or (1,) * len(kernel)), bool(c.attr("ceil_mode"))
-    if len(kernel) > 3 or sum(map(bool, c.outputs)) > 1 or c.operand(0).rank != len(kernel) + 2:
-        raise Unreadable
+    require(len(kernel) <= 3 and sum(map(bool, c.outputs)) <= 1 and c.operand(0).rank == len(kernel) + 2)
     stride, padding = _windows(c, kernel, dilation)
     attrs: dict[str, Any] = {"kernel": kernel, "stride": stride, "padding": padding, "ceil_mode": ceil_mode}
     if c.node.op_type == "MaxPool":
         return c.emit("MaxPool", [c.operand(0)], **attrs, dilation=dilation)
-    if any(d != 1 for d in dilation):
-        raise Unreadable
+    require(all(d == 1 for d in dilation))
     return c.emit("AvgPool", [c.operand(0)], **attrs, count_include_pad=bool(c.attr("count_include_pad")))
 
 
@@ -220,16 +208,14 @@ def _global_max_pool(c: OnnxCall) -> Any:
 @reads("Pad")
 def _pad(c: OnnxCall) -> Any:
     x, mode = c.operand(0), c.attr("mode") or "constant"
-    pads, axes = c.integers("pads", 1), c.integers("axes", 3)
+    pads, axes = present(c.integers("pads", 1)), c.integers("axes", 3)
     value = c.numbers("value", 2)
     modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
-    if mode not in modes or pads is None:
-        raise Unreadable
+    require(mode in modes)
     pairs = [(0, 0)] * x.rank
     for k, axis in enumerate(range(x.rank) if axes is None else axes):
         pairs[axis % x.rank] = (pads[k], pads[k + len(pads) // 2])
-    if mode != "constant" and any(lo < 0 or hi < 0 for lo, hi in pairs):
-        raise Unreadable
+    require(mode == "constant" or all(lo >= 0 and hi >= 0 for lo, hi in pairs))
     value = value[0] if isinstance(value, list) else value
     return c.emit("Pad", [x], padding=tuple(pairs), mode=modes[mode], value=float(value or 0))
 
@@ -293,8 +279,7 @@ def _mat_mul(c: OnnxCall) -> Any:
     a, b = c.operand(0), c.operand(1)
     if b.constant is not None and b.rank == 2 and not b.name and a.constant is None:
         return c.emit("Linear", [a, c.weight(1, "t", lambda t: t.t())])
-    if min(a.rank, b.rank) < 2:
-        raise Unreadable
+    require(min(a.rank, b.rank) >= 2)
     return c.emit("MatMul", [a, b])
 
 
@@ -333,8 +318,7 @@ def _attention(c: OnnxCall) -> Any:
 
 def _by_head(c: OnnxCall, x: Operand, heads: int) -> Operand:
     """Return [B, heads, L, size] of [B, L, heads * size]."""
-    if not heads or any(m.shape[2] % heads for m in x.metas):
-        raise Unreadable
+    require(heads and not any(m.shape[2] % heads for m in x.metas))
     sizes = [[*m.shape[:2], heads, m.shape[2] // heads] for m in x.metas]
     operands, attrs = _reshaped(c, x, sizes)
     return c.step("Transpose", [c.step("Reshape", operands, **attrs)], perm=(0, 2, 1, 3))
@@ -354,8 +338,7 @@ def _layer_norm(c: OnnxCall) -> Any:
     x = c.operand(0)
     shape = x.shape[(c.attr("axis") if c.attr("axis") is not None else -1) % x.rank :]
     operands = [c.weight(k) for k in (1, 2) if c.optional(k) is not None]
-    if None in shape or sum(map(bool, c.outputs)) > 1 or any(o.shape != shape for o in operands):
-        raise Unreadable
+    require(None not in shape and sum(map(bool, c.outputs)) <= 1 and not any(o.shape != shape for o in operands))
     op = "LayerNorm" if c.node.op_type == "LayerNormalization" else "RMSNorm"
     eps = c.attr("epsilon")
     return c.emit(op, [x, *operands], normalized_shape=tuple(shape), eps=1e-5 if eps is None else eps)
@@ -369,8 +352,7 @@ def _instance_norm(c: OnnxCall) -> Any:
 @reads("GroupNormalization")
 def _group_norm(c: OnnxCall) -> Any:
     groups, channels = c.attr("num_groups"), c.operand(0).shape[1]
-    if channels is None:
-        raise Unreadable
+    require(channels is not None)
     each = channels // groups if c.opset < 21 else 1
     how = _changed(each == 1, f"each{each}", lambda t: t.repeat_interleave(each))
     return c.emit(
@@ -380,8 +362,7 @@ def _group_norm(c: OnnxCall) -> Any:
 
 @reads("LpNormalization")
 def _lp_norm(c: OnnxCall) -> Any:
-    if c.attr("p") != 2:
-        raise Unreadable
+    require(c.attr("p") == 2)
     return c.emit("L2Norm", [c.operand(0)], axis=c.attr("axis"), eps=1e-12)
 
 
@@ -402,8 +383,7 @@ def _softmax(c: OnnxCall) -> Any:
 
 @reads("Identity Dropout")
 def _identity(c: OnnxCall) -> Any:
-    if len([o for o in c.outputs if o]) > 1 or (c.node.op_type == "Dropout" and _training(c)):
-        raise Unreadable
+    require(len([o for o in c.outputs if o]) <= 1 and (c.node.op_type != "Dropout" or not _training(c)))
     return c.operand(0)
 
 
@@ -444,8 +424,7 @@ def _clip(c: OnnxCall) -> Any:
         return y
     ends = [c.numbers(name, k) for k, name in enumerate(("min", "max"), 1)]
     low, high = (None if e is None or abs(e) > _UNBOUNDED else float(e) for e in ends)
-    if not c.operand(0).dtype.is_floating_point:
-        raise Unreadable
+    require(c.operand(0).dtype.is_floating_point)
     if (low, high) in ((0, 6), (0, None)):
         return c.emit("Relu6" if high else "Relu", [c.operand(0)])
     return c.operand(0) if low is None and high is None else c.emit("Clamp", [c.operand(0)], min=low, max=high)
@@ -454,17 +433,16 @@ def _clip(c: OnnxCall) -> Any:
 @reads("PRelu")
 def _prelu(c: OnnxCall) -> Any:
     x, slope = c.operand(0), c.operand(1)
-    if slope.constant is None or (x.rank < 2 and slope.constant.size != 1):
-        raise Unreadable
+    count = present(slope.constant).size
+    require(x.rank >= 2 or count == 1)
     shape = (1,) * (x.rank - slope.rank) + tuple(slope.shape)
     if x.rank > 1 and shape[0] == 1 and shape[1] == x.shape[1] and set(shape[2:]) <= {1}:
         return c.emit(
             "PRelu", [x, c.weight(1, *_changed(slope.rank == 1 and x.rank == 2, "flat", lambda t: t.reshape(-1)))]
         )
-    if slope.constant.size == 1:
+    if count == 1:
         return c.emit("PRelu", [x, c.weight(1, *_changed(slope.rank == 1, "flat", lambda t: t.reshape(-1)))])
-    if shape[0] != 1:
-        raise Unreadable
+    require(shape[0] == 1)
     return c.emit("PRelu", [x, c.weight(1, "sample", lambda t: t.reshape(shape[1:]))])
 
 
@@ -498,8 +476,7 @@ def _quick_gelu(c: OnnxCall) -> Any:
 def _variadic(c: OnnxCall) -> Any:
     """Read an operator of any number of operands as a chain of two each."""
     op, (first, *rest) = {"Sum": "Add", "Mean": "Add"}.get(c.node.op_type, c.node.op_type), [*c.inputs]
-    if first is None or None in rest:
-        raise Unreadable
+    require(first is not None and None not in rest)
     if not rest:
         return first
     mean = c.node.op_type == "Mean"
@@ -513,8 +490,7 @@ def _variadic(c: OnnxCall) -> Any:
 def _mod(c: OnnxCall) -> Any:
     """Read a remainder; with fmod it has the sign of the dividend: sign(a) (|a| mod |b|)."""
     a, b = c.operand(0), c.operand(1)
-    if a.dtype is not b.dtype:
-        raise Unreadable
+    require(a.dtype is b.dtype)
     if not c.attr("fmod"):
         return c.emit("Mod", [a, b])
     rest = c.step("Mod", [c.step("Abs", [a], f"{c.name}_dividend"), c.step("Abs", [b], f"{c.name}_divisor")])
@@ -531,8 +507,7 @@ def _arithmetic(c: OnnxCall) -> Any:
     a, b = c.operand(0), c.operand(1)
     op = c.node.op_type
     if (op == "Div" and not a.dtype.is_floating_point) or a.dtype is not b.dtype:
-        if op != "Pow" or b.constant is None or not a.dtype.is_floating_point:
-            raise Unreadable
+        require(op == "Pow" and b.constant is not None and a.dtype.is_floating_point)
         b = c.new_weight(torch.from_numpy(np.array(b.constant)).float(), "exponent")
     return c.emit(op, [a, b])
 
@@ -546,13 +521,11 @@ def _arithmetic(c: OnnxCall) -> Any:
 def _reduce(c: OnnxCall) -> Any:
     x, axes, keepdims = c.operand(0), c.integers("axes", 1), bool(c.attr("keepdims"))
     if not axes and c.attr("noop_with_empty_axes"):
-        if c.node.op_type in ("ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"):
-            raise Unreadable
+        require(c.node.op_type not in ("ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"))
         return x
     axes = tuple(a % x.rank for a in axes) if axes else tuple(range(x.rank))
     kind = c.node.op_type.removeprefix("Reduce")
-    if not axes or (not x.dtype.is_floating_point and kind in ("Mean", "L2", "SumSquare")):
-        raise Unreadable
+    require(axes and (x.dtype.is_floating_point or kind not in ("Mean", "L2", "SumSquare")))
     if kind == "Mean" and keepdims and x.rank > 3 and sorted(axes) == [*range(2, x.rank)]:
         return c.emit("GlobalAvgPool", [x])  # which exporters write so, and runtimes compute in integers
     if kind == "Mean" and x.rank == 4 and sorted(axes) == [2, 3]:
@@ -568,16 +541,14 @@ def _reduce(c: OnnxCall) -> Any:
 
 @reads("ArgMax ArgMin")
 def _arg_max(c: OnnxCall) -> Any:
-    if c.attr("select_last_index"):
-        raise Unreadable
+    require(not c.attr("select_last_index"))
     return c.emit(c.node.op_type, [c.operand(0)], axis=c.attr("axis"), keepdims=bool(c.attr("keepdims")))
 
 
 @reads("CumSum")
 def _cum_sum(c: OnnxCall) -> Any:
-    axis = c.integers("", 1)
-    if axis is None or c.attr("exclusive") or c.attr("reverse"):
-        raise Unreadable
+    axis = present(c.integers("", 1))
+    require(not c.attr("exclusive") and not c.attr("reverse"))
     return c.emit("CumSum", [c.operand(0)], axis=axis[0])
 
 
@@ -593,8 +564,7 @@ def _targets(c: OnnxCall, index: int, attribute: str = "") -> list[list[int]]:
     if attribute in c.node.attributes:
         return [list(c.attr(attribute))] * c.builder.count
     x = c.operand(index)
-    if not x.numbers:
-        raise Unreadable
+    require(x.numbers)
     return [[int(s) for s in n.reshape(-1)] for n in x.numbers]
 
 
@@ -628,8 +598,7 @@ def _reshaped(c: OnnxCall, x: Operand, sizes: Sequence[Sequence[int]]) -> tuple[
     """
     columns, operands = [*zip(*sizes, strict=True)], [x]
     shape: list[int | None] = [s[0] if len({*s}) == 1 else -1 for s in columns]
-    if 0 in shape:
-        raise Unreadable
+    require(0 not in shape)
     for k, s in enumerate(columns if shape.count(-1) > 1 else ()):
         if shape[k] == -1 and -1 in shape[k + 1 :]:
             unchanged = k < x.rank and tuple(m.shape[k] for m in x.metas) == s
@@ -658,8 +627,7 @@ def _squeeze(c: OnnxCall) -> Any:
     x, axes, op = c.operand(0), c.integers("axes", 1), c.node.op_type
     if axes is None:
         axes = tuple(k for k, s in enumerate(x.shape) if s == 1)
-    if op == "Squeeze" and any(x.shape[a] != 1 for a in axes):
-        raise Unreadable  # for another number of samples
+    require(op != "Squeeze" or all(x.shape[a] == 1 for a in axes))  # others are for another number of samples
     rank = x.rank + (len(axes) if op == "Unsqueeze" else 0)
     axes = tuple(sorted(a % rank for a in axes)) if rank else axes
     return c.emit(op, [x], axes=axes) if axes else x
@@ -697,8 +665,7 @@ def _slice(c: OnnxCall) -> Any:
     for k, (axis, step) in enumerate(zip(axes, steps, strict=True)):
         sizes = [m.shape[axis] for m in x.metas]
         start, end = (_end_of([e[k] for e in which], sizes) for which in (starts, ends))
-        if step < 0:
-            raise Unreadable
+        require(step >= 0)
         if (start, end, step) != (0, None, 1):
             todo.append({"axis": axis % x.rank, "start": start or 0, "end": end, "step": step})
     for k, attrs in enumerate(todo):
@@ -717,8 +684,7 @@ def _end_of(ends: Sequence[int], sizes: Sequence[int]) -> int | None:
     if all(e >= s for e, s in zip(ends, sizes, strict=True)):
         return None
     behind = {e - s for e, s in zip(ends, sizes, strict=True)}
-    if len(behind) > 1 or min(behind) >= 0:
-        raise Unreadable
+    require(len(behind) <= 1 and min(behind) < 0)
     return behind.pop()
 
 
@@ -727,8 +693,7 @@ def _split(c: OnnxCall) -> Any:
     x, sizes, axis = c.operand(0), c.integers("split", 1), c.attr("axis")
     if "split" not in c.node.attributes and c.optional(1) is None:
         length, parts = x.shape[axis], len(c.outputs)
-        if length is None:
-            raise Unreadable
+        require(length is not None)
         each = -(-length // parts)
         sizes = tuple(min(each, length - k * each) for k in range(parts))
     return c.steps("Split", [x], c.outputs, axis=axis, sizes=sizes)
@@ -766,12 +731,10 @@ def _from_front(c: OnnxCall, index: int, axis: int) -> Operand:
 def _gather_nd(c: OnnxCall) -> Any:
     """Read indices that count each axis of x along an axis of its own, as masks do: x with further axes, repeated."""
     x, index = c.operand(0), c.operand(1)
-    if not index.numbers or c.attr("batch_dims") or any(n.shape[-1] != x.rank for n in index.numbers):
-        raise Unreadable
+    require(index.numbers and not c.attr("batch_dims") and not any(n.shape[-1] != x.rank for n in index.numbers))
     axes = [_counting(c, [n[..., k] for n in index.numbers], k) for k in range(x.rank)]
     rank = index.rank - 1
-    if sorted({*axes}) != axes:
-        raise Unreadable
+    require(sorted({*axes}) == axes)
     added = tuple(k for k in range(rank) if k not in axes)
     y = c.step("Unsqueeze", [x], axes=added) if added else x
     return _expand_to(c, y, [n.shape[:-1] for n in index.numbers])
@@ -798,8 +761,7 @@ def _counting(c: OnnxCall, numbers: Sequence[np.ndarray], k: int) -> int:
 def _trilu(c: OnnxCall) -> Any:
     """Read a triangle as a product with ones and zeros."""
     x, k, upper = c.operand(0), c.integers("", 1) or (0,), bool(c.attr("upper"))
-    if None in x.shape[-2:] or x.dtype is torch.bool:
-        raise Unreadable
+    require(None not in x.shape[-2:] and x.dtype is not torch.bool)
     ones = torch.ones(x.metas[0].shape[-2:], dtype=x.dtype)
     kept = ones.triu(k[0]) if upper else ones.tril(k[0])
     return c.emit("Mul", [x, c.new_weight(kept, "triangle")])
@@ -815,8 +777,7 @@ def _top_k(c: OnnxCall) -> Any:
     x, count, axis, largest = c.operand(0), c.optional(1), c.attr("axis"), c.attr("largest")
     every = count is not None and [n.item() for n in count.numbers] == [m.shape[axis] for m in x.metas]
     k = None if every else c.integers("k", 1)
-    if (k is None and not every) or c.attr("sorted") == 0:
-        raise Unreadable
+    require((k is not None or every) and c.attr("sorted") != 0)
     attrs = {"k": k and k[0], "axis": axis, "largest": largest is None or bool(largest)}
     names = [o or f"{c.name}_{k}" for k, o in enumerate(c.outputs)]
     return c.steps("TopK", [x], names, **attrs)
@@ -825,16 +786,14 @@ def _top_k(c: OnnxCall) -> Any:
 @reads("ScatterND")
 def _scatter_nd(c: OnnxCall) -> Any:
     """Read a part of one axis that is replaced as a Concat of the values before, the new part and the values behind."""
-    x, places, new = c.operand(0), c.operand(1).constant, c.operand(2)
-    sizes = () if places is None else places.shape[:-1]
+    x, places, new = c.operand(0), present(c.operand(1).constant), c.operand(2)
+    sizes = places.shape[:-1]
     whole = [d for d in x.shape[: len(sizes)] if d]
-    if places is None or not places.size or not len(sizes) == len(whole) == places.shape[-1]:
-        raise Unreadable
+    require(places.size and len(sizes) == len(whole) == places.shape[-1])
     places = places % whole
     first, axes = places.reshape(-1, len(sizes))[0], [k for k, d in enumerate(sizes) if d != whole[k]]
     box = np.moveaxis(np.indices(sizes), 0, -1) + first
-    if len(axes) > 1 or not np.array_equal(places, box) or c.attr("reduction") not in (None, "none"):
-        raise Unreadable
+    require(len(axes) <= 1 and np.array_equal(places, box) and c.attr("reduction") in (None, "none"))
     if not axes:
         return new
     axis, start = axes[0], int(first[axes[0]])
@@ -851,9 +810,7 @@ def _span(c: OnnxCall, x: Operand, axis: int, start: int, end: int) -> list[Oper
 
 @reads("Tile")
 def _tile(c: OnnxCall) -> Any:
-    repeats = c.integers("", 1)
-    if repeats is None:
-        raise Unreadable
+    repeats = present(c.integers("", 1))
     return c.operand(0) if set(repeats) <= {1} else c.emit("Tile", [c.operand(0)], repeats=repeats)
 
 
@@ -863,9 +820,7 @@ def _depth_to_space(c: OnnxCall) -> Any:
     x, block = c.operand(0), c.attr("blocksize")
     channels = x.shape[1]
     if c.attr("mode") != "CRD":
-        if channels is None:
-            raise Unreadable
-        order = torch.arange(channels).reshape(block * block, -1).t().reshape(-1)
+        order = torch.arange(present(channels)).reshape(block * block, -1).t().reshape(-1)
         x = c.step("Gather", [x, c.new_weight(order, "order")], axis=1)
     return c.emit("DepthToSpace", [x], block=block)
 
@@ -875,8 +830,7 @@ def _space_to_depth(c: OnnxCall) -> Any:
     x, block = c.operand(0), c.attr("blocksize")
     if c.attr("mode") == "CRD":
         return c.emit("SpaceToDepth", [x], block=block)
-    if x.shape[1] is None:
-        raise Unreadable
+    require(x.shape[1] is not None)
     y = c.step("SpaceToDepth", [x], block=block)
     order = torch.arange(x.shape[1] * block * block).reshape(-1, block * block).t().reshape(-1)
     return c.emit("Gather", [y, c.new_weight(order, "order")], axis=1)

@@ -6,7 +6,7 @@ import numpy as np
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.read import reads
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import present, require
 
 #: order of the gates, and the activations that the kernels have
 _KINDS: dict[str, tuple[str, list[str]]] = {
@@ -25,8 +25,7 @@ def _recurrent(c: OnnxCall) -> Any:
         Unreadable: its sequences have lengths of their own, weights are computed, or activations are unusual.
     """
     others = {k for k in c.node.attributes if k not in _KNOWN and not c.is_default(k)}
-    if others or c.optional(4) is not None or (c.optional(7) is not None and not _is_zero(c.operand(7))):
-        raise Unreadable
+    require(not others and c.optional(4) is None and (c.optional(7) is None or _is_zero(c.operand(7))))
     op, batch_first = c.node.op_type, bool(c.attr("layout"))
     directions = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[c.attr("direction")]
     x = c.operand(0) if batch_first else _turned(c, c.operand(0))
@@ -58,11 +57,9 @@ def _attributes(c: OnnxCall, k: int, count: int) -> dict[str, Any]:
     given = [_text(a).lower() for a in c.attr("activations") or []] or usual * count
     own = given[k * len(usual) : (k + 1) * len(usual)]
     if op == "RNN":
-        if own not in (["tanh"], ["relu"]):
-            raise Unreadable
+        require(own in (["tanh"], ["relu"]))
         return {"activation": own[0]}
-    if own != usual:
-        raise Unreadable
+    require(own == usual)
     after = bool(c.attr("linear_before_reset"))
     return {"gates": gates, **({"cell_clip": None} if op == "LSTM" else {"reset_after": after})}
 
@@ -75,9 +72,7 @@ def _weights(c: OnnxCall, k: int) -> list[Operand | None]:
     """Return weight, recurrent weight and both biases of one direction."""
     if c.optional(3) is None:
         return [c.weight(i, f"[{k}]", lambda t: t[k]) for i in (1, 2)] + [None, None]
-    size = c.operand(3).shape[1]
-    if size is None:
-        raise Unreadable
+    size = present(c.operand(3).shape[1])
     first = c.weight(3, f"[{k}, : {size // 2}]", lambda t: t[k, : size // 2])
     second = c.weight(3, f"[{k}, {size // 2} :]", lambda t: t[k, size // 2 :])
     return [*(c.weight(i, f"[{k}]", lambda t: t[k]) for i in (1, 2)), first, second]

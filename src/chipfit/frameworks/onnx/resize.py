@@ -14,7 +14,7 @@ import torch
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.read import reads
 from chipfit.frameworks.onnx.runtime import OnnxFunction
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, require
 
 
 @reads("Resize Upsample")
@@ -26,8 +26,7 @@ def _resize(c: OnnxCall) -> Any:
     sizes = None if old else c.integers("sizes", 3)
     axes = c.attr("axes")
     axes = [a % x.rank for a in axes] if axes else [*range(x.rank)]
-    if c.attr("keep_aspect_ratio_policy") not in (None, "stretch"):
-        raise Unreadable
+    require(c.attr("keep_aspect_ratio_policy") in (None, "stretch"))
     shape = [*x.shape]
     factors: list[float] = [1.0] * x.rank
     for k, a in enumerate(axes):
@@ -89,8 +88,7 @@ def _by_matrices(c: OnnxCall, x: Operand, changed: Sequence[int], results: Seque
 
 def _target(factors: Sequence[float], results: Sequence[Any], by_scale: bool) -> dict[str, Any]:
     """Return size and scale of a Resize: the one that the file has."""
-    if not by_scale and None in results[2:]:
-        raise Unreadable
+    require(by_scale or None not in results[2:])
     return {"size": None if by_scale else tuple(results[2:]), "scale": tuple(factors[2:]) if by_scale else None}
 
 
@@ -103,8 +101,7 @@ def _nearest(
     spatial = min(changed) >= 2 and x.rank in (3, 4, 5)
     if spatial and (grid, rounding) == ("asymmetric", "floor"):
         return c.emit("Resize", [x], mode="nearest", **_target(factors, results, by_scale), align_corners=False)
-    if any(x.shape[a] is None for a in changed):
-        raise Unreadable
+    require(all(x.shape[a] is not None for a in changed))
     picked = {a: _picked(x.shape[a] or 0, results[a], factors[a], grid, rounding) for a in changed}
     for mode, offset in (("nearest", 0.0), ("nearest_exact", 0.5)):
         if spatial and all(
@@ -138,6 +135,5 @@ def _picked(old: int, new: int, factor: float, grid: str, rounding: str) -> np.n
         "round_prefer_floor": lambda v: np.ceil(v - 0.5),
         "round_prefer_ceil": lambda v: np.floor(v + 0.5),
     }
-    if grid not in at or rounding not in how:
-        raise Unreadable
+    require(grid in at and rounding in how)
     return np.clip(how[rounding](at[grid]()), 0, old - 1).astype(np.int64)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from chipfit.errors import CaptureError
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import require
 
 #: function from a graph inside an operator and the operands of its inputs to its outputs, read into the builder
 ReadBody = Callable[[ir.Graph, Sequence[Operand]], list[Operand]]
@@ -126,8 +126,7 @@ def _stack_steps(c: OnnxCall, parts: Sequence[Operand], axis: int) -> Operand:
     if all(p.constant is not None for p in parts):
         return c.builder.constants([np.stack([p.constant for p in parts], axis)])  # type: ignore[misc]  # none is None
     rank = parts[0].rank
-    if any(p.rank != rank for p in parts):
-        raise Unreadable
+    require(all(p.rank == rank for p in parts))
     axis %= rank + 1
     return c.step("Concat", [c.step("Unsqueeze", [p], axes=(axis,)) for p in parts], axis=axis)
 

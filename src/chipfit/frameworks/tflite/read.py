@@ -12,7 +12,7 @@ import torch
 
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, short_message
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, require
 from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.check import check
@@ -51,11 +51,6 @@ def reads(kinds: str) -> Callable[[Callable[["Call"], Any]], Callable[["Call"], 
         return f
 
     return enter
-
-
-def require(condition: bool, why: str = "") -> None:
-    if not condition:
-        raise Unreadable(why)
 
 
 class Reading:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, present, require
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, origin
 from chipfit.graph.builder import GraphBuilder
 from chipfit.graph.config import module_settings
@@ -135,8 +135,7 @@ class TorchCall:
             return tuple(self._static(i) for i in x)
         if isinstance(x, torch.fx.Node):
             x = self.builder.env.get(x)
-            if not isinstance(x, (int, float)):
-                raise Unreadable
+            require(isinstance(x, (int, float)))
         elif isinstance(x, (torch.SymInt, torch.SymFloat, OpenSize)):
             raise Unreadable
         return x
@@ -144,16 +143,12 @@ class TorchCall:
     def optional(self, key: str) -> str | None:
         """Return the value name of an argument that is a tensor or None."""
         v = self.builder.arg(self.args.get(key))
-        if v is not None and not isinstance(v, str):
-            raise Unreadable
+        require(v is None or isinstance(v, str))
         return v
 
     def value(self, key: str) -> str:
         """Return the value name of an argument that is a tensor."""
-        v = self.optional(key)
-        if v is None:
-            raise Unreadable
-        return v
+        return present(self.optional(key))
 
     def number_or_value(self, key: str) -> str:
         """Return an operand of arithmetic: a tensor, cast to the type that torch computes in, or a constant."""
@@ -164,8 +159,7 @@ class TorchCall:
                 like = self.tensor("self" if key == "other" else "other")
             return self.builder.scalar(self.node.name, v, like)
         v = self.value(key)
-        if v in self.builder.graph.values and self.builder.graph.values[v].dtype == "int":
-            raise Unreadable
+        require(v not in self.builder.graph.values or self.builder.graph.values[v].dtype != "int")
         return self._cast(key, v, self._computed_type())
 
     def _computed_type(self) -> torch.dtype:
@@ -207,8 +201,7 @@ class TorchCall:
                 if formula := size.computed_from(other):
                     place = self._place_in_operands(other) or measured[other]
                     return self._computed_size(size, place, *formula) if computed else self._static(size)
-        if str(size) not in self.builder.sizes:
-            raise Unreadable
+        require(str(size) in self.builder.sizes)
         name, axis = self.builder.sizes[str(size)]
         return self.step("Size", [name], size, axis=axis)
 
@@ -240,8 +233,7 @@ class TorchCall:
     def tensor(self, key: str) -> SymbolicTensor:
         """Return shape and type of an argument."""
         v = self.args[key]
-        if not isinstance(v, torch.fx.Node) or not isinstance(v.meta.get("val"), SymbolicTensor):
-            raise Unreadable
+        require(isinstance(v, torch.fx.Node) and isinstance(v.meta.get("val"), SymbolicTensor))
         tensor: SymbolicTensor = v.meta["val"]
         return tensor
 
@@ -273,8 +265,7 @@ class TorchCall:
         Raises:
             Unreadable: A call reads one, or the model returns it.
         """
-        if not self.only_first_result_is_read:
-            raise Unreadable
+        require(self.only_first_result_is_read)
 
     def emit(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> Any:
         """Append the final node. Of several results it makes the first; no call may read the others."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from chipfit.files import package_data
-from chipfit.frameworks.reading import Unreadable, per_axis
+from chipfit.frameworks.reading import Unreadable, per_axis, require
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
 from chipfit.operators.table import OPS, attribute_words, read_column
@@ -36,8 +36,7 @@ def _spatial(c: TorchCall) -> int:
         Unreadable: The operand has no batch axis.
     """
     n = c.rank - 2
-    if not c.name.endswith(f"{n}d"):
-        raise Unreadable
+    require(c.name.endswith(f"{n}d"))
     return n
 
 
@@ -82,10 +81,8 @@ def enter_cell(
     named = {*(k for k, _ in slots), *(k for _, k, _ in attributes), *(only or {})}
 
     def read_cell(c: TorchCall) -> Any:
-        if any(c.static(k) not in (None, v) for k, v in (only or {}).items()):
-            raise Unreadable
-        if not all(k in named or c.is_neutral(k) for k in c.args):
-            raise Unreadable
+        require(all(c.static(k) in (None, v) for k, v in (only or {}).items()))
+        require(all(k in named or c.is_neutral(k) for k in c.args))
         by_mark = {"?": c.optional, "#": c.number_or_value}
         inputs = [by_mark.get(mark, c.value)(k) for k, mark in slots]
         return c.emit(op, inputs, **{attr: convert(c, c.static(k)) for attr, k, convert in attributes})
@@ -110,8 +107,7 @@ def reads(names: str) -> Callable[[Reader], Reader]:
 def _conv(c: TorchCall) -> Any:
     x, w = c.tensor("input"), c.tensor("weight")
     n = w.dim() - 2
-    if x.dim() != w.dim():
-        raise Unreadable  # no batch axis
+    require(x.dim() == w.dim())  # else it has no batch axis
     stride, dilation = per_axis(c.static("stride"), n), per_axis(c.static("dilation"), n)
     groups, padding = c.static("groups"), c.static("padding")
     if isinstance(padding, str):
@@ -131,8 +127,7 @@ def _conv(c: TorchCall) -> Any:
 def _attention(c: TorchCall) -> Any:
     """Read attention; heads that share keys and values get copies of them, as later steps expect."""
     ins, copies = [c.value("query"), c.value("key"), c.value("value")], 1
-    if c.static("dropout_p"):
-        raise Unreadable
+    require(not c.static("dropout_p"))
     if c.static("enable_gqa"):
         copies = c.tensor("query").shape[-3] // c.tensor("key").shape[-3]
     for k, key in enumerate(("key", "value") if copies > 1 else (), 1):
@@ -153,8 +148,7 @@ def _matmul(c: TorchCall) -> Any:
     keys = "self", "other" if "other" in c.args else "mat2"
     inputs, tensors, like = [c.value(k) for k in keys], [c.tensor(k) for k in keys], c.result
     vectors = [k for k, x in enumerate(tensors) if x.dim() == 1]
-    if len(vectors) > 1 or "out_dtype" in c.args:
-        raise Unreadable
+    require(len(vectors) <= 1 and "out_dtype" not in c.args)
     for k in vectors:
         axis, size = like.dim() - 1 + k, tensors[k].shape[0]
         row_or_column = like.new_empty((1, size) if k == 0 else (size, 1))
@@ -248,8 +242,7 @@ def _masked_fill(c: TorchCall) -> Any:
 def _triangle(c: TorchCall) -> Any:
     """Read a triangle of matrices as a choice by a constant condition."""
     rows, columns = c.tensor("self").shape[-2:]
-    if not (isinstance(rows, int) and isinstance(columns, int)):
-        raise Unreadable
+    require(isinstance(rows, int) and isinstance(columns, int))
     kept = getattr(torch.ones(rows, columns, dtype=torch.bool), c.name)(c.static("diagonal") or 0)
     return c.emit("Where", [c.builder.constant(f"{c.node.name}.kept", kept), c.value("self"), c.constant(0)])
 
@@ -258,8 +251,7 @@ def _triangle(c: TorchCall) -> Any:
 def _nan_to_num(c: TorchCall) -> Any:
     """Read `nan_to_num` as choices of what equals itself and of what lies beyond the largest floats."""
     x, most, like = c.cast_to_result("self"), torch.finfo(torch.float32).max, c.result
-    if like.dtype is not torch.float32:
-        raise Unreadable
+    require(like.dtype is torch.float32)
     number, nan = c.step("Equal", [x, x], like.to(torch.bool)), c.static("nan")
     x = c.step("Where", [number, x, c.constant(float(nan or 0.0))], like)
     low, high = (end if v is None else v for v, end in ((c.static("neginf"), -most), (c.static("posinf"), most)))
@@ -275,8 +267,7 @@ def _nan_to_num(c: TorchCall) -> Any:
 def _logit(c: TorchCall) -> Any:
     """Read log(x / (1 - x)), of x between eps and 1 - eps."""
     x, eps, like = c.cast_to_result("self"), c.static("eps"), c.result
-    if eps is not None and eps > 0.5:  # the bounds would change places
-        raise Unreadable
+    require(eps is None or eps <= 0.5)  # above it the bounds would change places
     if eps is not None and eps >= 0:  # PyTorch ignores negative ones
         x = c.step("Clamp", [x], like, min=float(eps), max=1.0 - float(eps))
     rest = c.step("Sub", [c.constant(1.0), x], like)
@@ -287,11 +278,9 @@ def _logit(c: TorchCall) -> Any:
 def _take_along(c: TorchCall) -> Any:
     """Read an index for each element, where data and indices have as many elements along the other axes."""
     x, index, dim = c.tensor("self"), c.tensor("indices"), c.static("dim")
-    if dim is None or x.dim() != index.dim():
-        raise Unreadable
+    require(dim is not None and x.dim() == index.dim())
     others = [k for k in range(x.dim()) if k != dim % x.dim()]
-    if not all(c.builder.same_size(x.shape[k], index.shape[k]) for k in others):
-        raise Unreadable
+    require(all(c.builder.same_size(x.shape[k], index.shape[k]) for k in others))
     return c.emit("GatherElements", [c.value("self"), c.value("indices")], axis=dim % x.dim())
 
 
@@ -299,8 +288,7 @@ def _take_along(c: TorchCall) -> Any:
 def _distances(c: TorchCall) -> Any:
     """Read the lengths of all differences between two sets of vectors, [.., P, D] and [.., R, D]."""
     a, b = c.tensor("x1"), c.tensor("x2")
-    if c.static("p") != 2 or a.dim() != b.dim():
-        raise Unreadable
+    require(c.static("p") == 2 and a.dim() == b.dim())
     apart = [c.step("Unsqueeze", [c.value("x1")], a.new_empty((*a.shape[:-1], 1, a.shape[-1])), axes=(a.dim() - 1,))]
     wide = b.new_empty((*b.shape[:-2], 1, *b.shape[-2:]))
     apart.append(c.step("Unsqueeze", [c.value("x2")], wide, axes=(b.dim() - 2,)))
@@ -322,8 +310,7 @@ def _celu(c: TorchCall) -> Any:
 @reads("rrelu")
 def _random_slope(c: TorchCall) -> Any:
     """Read a leaky ReLU whose slope is random while it trains, and the middle of its range afterwards."""
-    if c.static("training"):
-        raise Unreadable
+    require(not c.static("training"))
     return c.emit("LeakyRelu", [c.value("self")], negative_slope=(c.static("lower") + c.static("upper")) / 2)
 
 
@@ -359,8 +346,7 @@ _REDUCTIONS = {"mean": "Mean", "sum": "Sum", "amax": "ReduceMax", "amin": "Reduc
 def _reduce(c: TorchCall) -> Any:
     x, axes, keep = c.tensor("self"), c.static("dim"), bool(c.static("keepdim"))
     axes = tuple(range(x.dim())) if axes in (None, ()) else tuple(a % x.dim() for a in per_axis(axes, 1))
-    if c.args.get("dtype") not in (None, x.dtype) or (x.dtype is torch.bool and c.name == "sum"):
-        raise Unreadable
+    require(c.args.get("dtype") in (None, x.dtype) and (x.dtype is not torch.bool or c.name != "sum"))
     if c.name != "mean" or x.dim() != 4 or sorted(axes) != [2, 3]:
         return c.emit(_REDUCTIONS[c.name], [c.value("self")], axes=axes, keepdims=keep)
     if keep:
@@ -373,8 +359,7 @@ def _reduce(c: TorchCall) -> Any:
 def _any(c: TorchCall) -> Any:
     """Read whether any, or all, of some conditions hold: the largest, or least, of zeros and ones is above a half."""
     x, dim = c.tensor("self"), c.args.get("dim")
-    if x.dtype is not torch.bool or x.dim() == 0:
-        raise Unreadable
+    require(x.dtype is torch.bool and x.dim() != 0)
     axes = tuple(range(x.dim())) if dim is None else tuple(a % x.dim() for a in per_axis(c.static("dim"), 1))
     ones = c.step("Cast", [c.value("self")], x.to(torch.float32), dtype="float32")
     kind, like = "ReduceMax" if c.name == "any" else "ReduceMin", c.result.to(torch.float32)
@@ -390,8 +375,7 @@ _FLATTENS = ("reshape", "view", "flatten")
 def _embedding_bag(c: TorchCall) -> Any:
     """Read bags of as many indices each, which PyTorch flattens, as rows of a table that are reduced."""
     flat, offsets = c.args["indices"], c.args["offsets"]
-    if aten_name(flat.target) not in _FLATTENS or aten_name(offsets.target) != "arange" or len(offsets.args) != 3:
-        raise Unreadable
+    require(aten_name(flat.target) in _FLATTENS and aten_name(offsets.target) == "arange" and len(offsets.args) == 3)
     index, (start, _, size) = flat.args[0], offsets.args
     like, special = index.meta["val"], ("per_sample_weights", "include_last_offset", "padding_idx")
     if (*like.shape[1:],) != (size,) or start != 0 or any(c.args.get(k) not in (None, False) for k in special):
@@ -406,8 +390,7 @@ _NORMS = {1: "Sum", 2: "ReduceL2", math.inf: "ReduceMax"}
 
 @reads("linalg_vector_norm")
 def _vector_norm(c: TorchCall) -> Any:
-    if c.static("ord") not in _NORMS or c.static("dtype") is not None:
-        raise Unreadable
+    require(c.static("ord") in _NORMS and c.static("dtype") is None)
     x, op = c.value("self"), _NORMS[c.static("ord")]
     x = x if op == "ReduceL2" else c.step("Abs", [x], c.tensor("self"))
     return c.emit(op, [x], axes=_axes(c), keepdims=bool(c.static("keepdim")))
@@ -420,8 +403,7 @@ def _cosine_similarity(c: TorchCall) -> Any:
     axis = c.static("dim") % rank
     for key in ("x1", "x2"):
         x, like = c.value(key), c.tensor(key)
-        if like.dim() != rank:
-            raise Unreadable
+        require(like.dim() == rank)
         kept = like.new_empty([1 if k == axis else d for k, d in enumerate(like.shape)])
         length = c.step("ReduceL2", [x], kept, axes=(axis,), keepdims=True)
         length = c.step("Clamp", [length], kept, min=float(c.static("eps")), max=None)
@@ -435,8 +417,7 @@ def _cosine_similarity(c: TorchCall) -> Any:
 def _pairwise_distance(c: TorchCall) -> Any:
     keep, operands = bool(c.static("keepdim")), [c.tensor("x1"), c.tensor("x2")]
     features = [x.shape[-1] for x in operands]
-    if c.static("p") != 2 or not all(isinstance(s, int) for s in features):
-        raise Unreadable
+    require(c.static("p") == 2 and all(isinstance(s, int) for s in features))
     gap = c.result.new_empty([*(c.result.shape[:-1] if keep else c.result.shape), max(features)])
     away = c.step("Sub", [c.value("x1"), c.value("x2")], gap)
     away = c.step("Add", [away, c.constant(c.static("eps"))], gap)
@@ -462,16 +443,14 @@ def _spread(c: TorchCall) -> Any:
     correction = c.static("correction" if "correction" in c.args else "unbiased")
     correction = 1 if correction is None else float(correction)
     x, sizes = c.value("self"), [c.tensor("self").shape[a] for a in axes]
-    if correction and not all(isinstance(s, int) for s in sizes):
-        raise Unreadable
+    require(not correction or all(isinstance(s, int) for s in sizes))
     centre = c.step("Mean", [x], _kept(c, axes), axes=axes, keepdims=True)
     gap = c.step("Sub", [x, centre], c.tensor("self"))
     like, y = (c.result[0] if mean else c.result), c.step("Mul", [gap, gap], c.tensor("self"))
     steps: list[tuple[str, list[str], dict[str, Any]]] = [("Mean", [], {"axes": axes, "keepdims": keep})]
     if correction:
         count = math.prod(sizes)
-        if count <= correction:
-            raise Unreadable
+        require(count > correction)
         steps.append(("Mul", [c.builder.scalar(c.node.name, count / (count - correction), like)], {}))
     steps += [("Sqrt", [], {})] if deviation == "std" else []
     *first, (op, others, attrs) = steps
@@ -522,8 +501,7 @@ def _max_min(c: TorchCall) -> Any:
 @reads("topk sort argsort")
 def _top_k(c: TorchCall) -> Any:
     """Read `topk`, `sort` and `argsort` as TopK, which orders equal values by their index as runtimes do."""
-    if not isinstance(c.static("k") or 0, int) or not c.rank:
-        raise Unreadable
+    require(isinstance(c.static("k") or 0, int) and c.rank)
     largest = bool(c.static("largest" if c.name == "topk" else "descending"))
     how = {"k": c.static("k"), "axis": c.static("dim") % c.rank, "largest": largest}
     if c.name != "argsort":
@@ -535,13 +513,11 @@ def _top_k(c: TorchCall) -> Any:
 @reads("kthvalue median")
 def _kth_smallest(c: TorchCall) -> Any:
     """Read the k-th smallest value, of n, as the last of the n - k + 1 largest; the median is the lower one of two."""
-    if "dim" not in c.args or not c.rank:
-        raise Unreadable  # of a whole tensor
+    require("dim" in c.args and c.rank)  # else it is of a whole tensor
     c.require_only_first_result()
     x, axis = c.tensor("self"), c.static("dim") % c.rank
     n = x.shape[axis]
-    if not isinstance(n, int):
-        raise Unreadable
+    require(isinstance(n, int))
     count = n + 1 - (c.static("k") if c.name == "kthvalue" else (n + 1) // 2)
     shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
     likes = [x.new_empty(shape), x.new_empty(shape).to(torch.int64)]
@@ -558,8 +534,7 @@ def _kth_smallest(c: TorchCall) -> Any:
 def _one_hot(c: TorchCall) -> Any:
     """Read one-hot rows as a comparison with every class."""
     count, x = c.static("num_classes"), c.tensor("self")
-    if count < 0:
-        raise Unreadable  # the greatest class that there is
+    require(count >= 0)  # below 0 it is one more than the greatest class
     wide = c.step("Unsqueeze", [c.value("self")], x.new_empty((*x.shape, 1)), axes=(x.dim(),))
     classes = c.builder.constant(f"{c.node.name}.classes", torch.arange(count))
     equal = c.step("Equal", [wide, classes], c.result.to(torch.bool))
@@ -569,8 +544,7 @@ def _one_hot(c: TorchCall) -> Any:
 @reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")
 def _bitwise(c: TorchCall) -> Any:
     """Read bitwise operators of booleans as logical ones."""
-    if c.result.dtype is not torch.bool:
-        raise Unreadable
+    require(c.result.dtype is torch.bool)
     slots = [c.value(k) for k in ("self", "other") if k in c.args]
     return c.emit(f"Logical{c.name.strip('_').removeprefix('bitwise_').capitalize()}", slots)
 
@@ -585,8 +559,7 @@ def _reshape_target(like: SymbolicTensor) -> tuple[int, ...]:
         Unreadable: Several sizes are open, or one is 0.
     """
     shape = tuple(int(s) if isinstance(s, int) else -1 for s in like.shape)
-    if shape.count(-1) > 1 or 0 in shape:
-        raise Unreadable
+    require(shape.count(-1) <= 1 and 0 not in shape)
     return shape
 
 
@@ -651,8 +624,7 @@ def _slice(c: TorchCall) -> Any:
 
 @reads("arange")
 def _arange(c: TorchCall) -> Any:
-    if not c.is_open("end") or (c.args.get("start", 0), c.args.get("step", 1)) != (0, 1):
-        raise Unreadable
+    require(c.is_open("end") and (c.args.get("start", 0), c.args.get("step", 1)) == (0, 1))
     kind = str(c.result.dtype).removeprefix("torch.")
     return c.index_range("end") if kind == "int64" else c.emit("Cast", [c.index_range("end")], dtype=kind)
 
@@ -661,8 +633,7 @@ def _arange(c: TorchCall) -> Any:
 def _split(c: TorchCall) -> Any:
     axis = c.static("dim") % c.rank
     sizes = tuple(t.shape[axis] for t in c.result)
-    if not all(isinstance(s, int) for s in sizes):
-        raise Unreadable
+    require(all(isinstance(s, int) for s in sizes))
     return c.emit_all("Split", axis=axis, sizes=sizes)
 
 
@@ -738,8 +709,7 @@ def _wrapped(c: TorchCall, padding: Sequence[tuple[int, int]]) -> Any:
     """Read circular padding as slices that are joined axis by axis, which every file format has."""
     x, like = c.value("self"), c.tensor("self")
     padded = [axis for axis, ends in enumerate(padding) if any(ends)]
-    if not padded or any(end < 0 for ends in padding for end in ends):
-        raise Unreadable
+    require(padded and not any(end < 0 for ends in padding for end in ends))
     *inner, last = padded
     for axis in inner:
         parts, like = _ring(c, x, like, axis, padding[axis])
@@ -774,14 +744,12 @@ def _index(c: TorchCall) -> Any:
             return _one_per_sample(c, indices[1], like)
     likes = [c.args["indices"][i].meta["val"] for i in given]
     sizes = c.tensor("self").shape
-    if any(like.dtype in (torch.bool, torch.uint8) for like in likes):  # a mask
-        raise Unreadable
+    require(all(like.dtype not in (torch.bool, torch.uint8) for like in likes))  # these are masks
     if len(given) == 1:
         return c.emit("Gather", [c.value("self"), indices[given[0]]], axis=given[0])
     first, last = given[0], given[-1]
     inner = sizes[first : last + 1]
-    if given != list(range(first, last + 1)) or not all(isinstance(s, int) for s in (*inner, *c.result.shape[1:])):
-        raise Unreadable
+    require(given == list(range(first, last + 1)) and all(isinstance(s, int) for s in (*inner, *c.result.shape[1:])))
     wide = likes[0]
     joint = _non_negative(c, indices[first], wide, sizes[first])  # index into the merged axes
     for i, like in zip(given[1:], likes[1:], strict=True):
@@ -832,8 +800,7 @@ def _scatter(c: TorchCall) -> Any:
     size, part = x.shape[axis], c.value("src")
     if c.name == "slice_scatter" and c.tensor("src").shape == x.shape:
         return part
-    if not isinstance(size, int):
-        raise Unreadable
+    require(isinstance(size, int))
     if c.args.get("step", 1) != 1:
         return _replaced(c, axis, range(size)[c.static("start") : c.static("end") : c.static("step")], part)
     if c.name == "select_scatter":
@@ -874,8 +841,7 @@ def _put(c: TorchCall) -> Any:
         mask = mask.reshape(-1, *[1] * (c.rank - axis - 1))
         return c.emit("Where", [c.builder.constant(f"{c.node.name}.places", mask), part, c.value("self")])
     shape = (*x.shape[:axis], len(chosen), *x.shape[axis + 1 :])
-    if len(value.shape) != c.rank or not all(map(c.builder.same_size, value.shape, shape)):
-        raise Unreadable
+    require(len(value.shape) == c.rank and all(map(c.builder.same_size, value.shape, shape)))
     return _replaced(c, axis, chosen.tolist(), part)
 
 
@@ -890,8 +856,7 @@ def _copy(c: TorchCall) -> Any:
 def _flip(c: TorchCall) -> Any:
     x, shape = c.value("self"), c.tensor("self").shape
     for axis in (a % c.rank for a in c.static("dims")):
-        if not isinstance(shape[axis], int):
-            raise Unreadable
+        require(isinstance(shape[axis], int))
         back = c.builder.constant(f"{c.node.name}.{axis}", torch.arange(shape[axis] - 1, -1, -1))
         x = c.step("Gather", [x, back], c.result, axis=axis)
     return x
@@ -901,8 +866,7 @@ def _flip(c: TorchCall) -> Any:
 def _unfold(c: TorchCall) -> Any:
     """Read sliding windows along an axis, whose elements are the new last axis, as Gather and Transpose."""
     x, axis, size, step = c.tensor("self"), c.static("dimension") % c.rank, c.static("size"), c.static("step")
-    if not isinstance(x.shape[axis], int):
-        raise Unreadable
+    require(isinstance(x.shape[axis], int))
     count = (x.shape[axis] - size) // step + 1
     index = torch.arange(count)[:, None] * step + torch.arange(size)
     taken = x.new_empty((*x.shape[:axis], count, size, *x.shape[axis + 1 :]))
@@ -918,8 +882,7 @@ def _columns(c: TorchCall) -> Any:
     kernel, stride, padding, dilation = (c.static(k) for k in ("kernel_size", "stride", "padding", "dilation"))
     x, like = c.value("self"), c.result
     batch, channels, *sizes = c.tensor("self").shape
-    if c.rank != 4 or not all(isinstance(s, int) for s in (channels, *sizes)):
-        raise Unreadable
+    require(c.rank == 4 and all(isinstance(s, int) for s in (channels, *sizes)))
     if any(padding):
         sizes = [s + 2 * p for s, p in zip(sizes, padding, strict=True)]
         ends = ((0, 0), (0, 0), *((p, p) for p in padding))
@@ -945,10 +908,8 @@ def _image(c: TorchCall) -> Any:
     """Read columns [N, C kh kw, patches] as an image, of patches that do not overlap."""
     kernel, image = c.static("kernel_size"), c.result.shape
     plain = c.static("stride") == kernel and set(c.static("padding")) == {0} and set(c.static("dilation")) == {1}
-    if c.rank != 3 or not plain or not all(isinstance(s, int) for s in image[1:]):
-        raise Unreadable
-    if any(s % k for s, k in zip(image[2:], kernel, strict=True)):
-        raise Unreadable
+    require(c.rank == 3 and plain and all(isinstance(s, int) for s in image[1:]))
+    require(all(s % k == 0 for s, k in zip(image[2:], kernel, strict=True)))
     (h, w), (kh, kw), like = (s // k for s, k in zip(image[2:], kernel)), kernel, c.result
     columns = image[1], kh, kw, h, w
     y = c.step("Reshape", [c.value("self")], like.new_empty((image[0], *columns)), shape=(-1, *columns))
@@ -958,8 +919,7 @@ def _image(c: TorchCall) -> Any:
 
 @reads("roll")
 def _roll(c: TorchCall) -> Any:
-    if not c.static("dims"):
-        raise Unreadable  # rolls the flattened tensor
+    require(c.static("dims"))  # else it rolls the flattened tensor
     return c.emit("Roll", [c.value("self")], shifts=per_axis(c.static("shifts"), 1), axes=per_axis(c.static("dims"), 1))
 
 
@@ -974,8 +934,7 @@ def _resize(c: TorchCall) -> Any:
     given = [c.static(k) for k in c.args if k in ("scales", "scales_d", "scales_h", "scales_w")]
     if any(given):  # the size must be the one that follows from the factors
         made = [f and math.floor(s * f) for s, f in zip(c.tensor(data).shape[2:], given, strict=True)]
-        if made != list(size):
-            raise Unreadable
+        require(made == list(size))
         scale = tuple(given)
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(method, method)
     settings = {

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import require
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor
 from chipfit.frameworks.torch.read import reads
@@ -24,8 +24,7 @@ def _recurrent(c: TorchCall) -> Any:
     Raises:
         Unreadable: sequences are packed, or states are projected.
     """
-    if "input" not in c.args or c.tensor("input").dim() != 3:
-        raise Unreadable
+    require("input" in c.args and c.tensor("input").dim() == 3)
     return _Layers(c).read()
 
 
@@ -38,8 +37,7 @@ class _Layers:
         self.biases, self.first = bool(c.static("has_biases")), bool(c.static("batch_first"))
         self.params = c.builder.arg(c.args["params"])
         per_layer = 4 if self.biases else 2
-        if len(self.params) != per_layer * self.layers * self.ways:
-            raise Unreadable  # states are projected
+        require(len(self.params) == per_layer * self.layers * self.ways)  # more of them project the states
         x: SymbolicTensor = c.tensor("input")
         self.n, self.t = x.shape[0 if self.first else 1], x.shape[1 if self.first else 0]
         self.like, self.hidden = x, int(c.builder.graph.shape(self.params[1])[1] or 0)
@@ -99,8 +97,7 @@ def _cell(c: TorchCall) -> Any:
     """
     op, attrs = _KINDS[c.name.removesuffix("_cell")]
     x = c.tensor("input")
-    if x.dim() != 2:
-        raise Unreadable
+    require(x.dim() == 2)
     hx = c.builder.arg(c.args["hx"])
     states = hx if isinstance(hx, (list, tuple)) else [hx]
     weights = [c.value("w_ih"), c.value("w_hh"), c.optional("b_ih"), c.optional("b_hh")]

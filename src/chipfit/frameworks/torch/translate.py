@@ -12,7 +12,7 @@ import chipfit.frameworks.torch.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.opaque import Template, target_name
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, GraphError
-from chipfit.frameworks.reading import Unreadable
+from chipfit.frameworks.reading import Unreadable, require
 from chipfit.frameworks.torch.call import TorchCall, TorchGraphBuilder
 from chipfit.frameworks.torch.program import (
     CHECKS,
@@ -148,8 +148,7 @@ class _Translator:
         name = name[:-1] if in_place else name
         own_name = SYNONYMS.get(name, name)
         try:
-            if own_name not in READERS or any(map(_is_complex, (n, *n.all_input_nodes))):
-                raise Unreadable
+            require(own_name in READERS and not any(map(_is_complex, (n, *n.all_input_nodes))))
             env[n] = READERS[own_name](TorchCall(self.builder, n, own_name, arguments(n)))
         except Unreadable:
             if target._schema.is_mutable:
