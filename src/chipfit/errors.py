@@ -46,6 +46,12 @@ def raised_outside_chipfit(e: BaseException) -> bool:
     return at is None or not at.tb_frame.f_code.co_filename.startswith(_HOME)
 
 
+def raise_bug(e: Exception) -> None:
+    """Raise an exception again if it was raised inside chipfit: then it is a bug, which no message may hide."""
+    if not raised_outside_chipfit(e):
+        raise e
+
+
 def first_line(e: BaseException) -> str:
     """Return the first line of an exception's message; its type if the message is empty."""
     return str(e).strip().partition("\n")[0][:300] or type(e).__name__

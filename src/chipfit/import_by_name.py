@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chipfit.errors import ChipfitError, PlatformError, raised_outside_chipfit, short_message
+from chipfit.errors import ChipfitError, PlatformError, raise_bug, short_message
 from chipfit.files import names_object
 from chipfit.platform.schema import Platform
 
@@ -31,8 +31,7 @@ def import_by_name(text: str, what: str, failure: type[ChipfitError]) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as e:  # importing runs the user's code, which may raise anything
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         what = f"The {what} '{text}' cannot be imported: {short_message(e)}"
         raise failure(what, where=_line(e), allowed="module:name", hint=_near(module, name, here)) from e
     finally:
@@ -67,8 +66,7 @@ def call_factory(thing: Any, text: str, what: str, failure: type[ChipfitError]) 
     try:
         return thing()
     except Exception as e:  # the user's code
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         raise failure(f"The {what} '{text}' fails: {short_message(e)}", where=_line(e)) from e
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from chipfit.bench.config import Config
 from chipfit.bench.store import Store
-from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional, raised_outside_chipfit, short_message
+from chipfit.errors import ConfigError, RuntimeUnavailable, import_optional, raise_bug, short_message
 from chipfit.frameworks.torch.device import device_named
 
 Report = Callable[[str, str], None]  #: called with an experiment's folder and its new state
@@ -148,8 +148,7 @@ def _executor(
     try:
         cluster.init(**own, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     except Exception as e:  # Ray's errors share no base
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         hint = "local, or HOST:PORT of a head that `ray start --head` has started"
         raise RuntimeUnavailable(f"Ray cannot be reached: {short_message(e)}", where=ray, hint=hint) from e
     try:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from chipfit.engine.curves import steps_in
-from chipfit.errors import PlanError, UnknownNameError, UnsupportedError, raised_outside_chipfit, short_message
+from chipfit.errors import PlanError, UnknownNameError, UnsupportedError, raise_bug, short_message
 from chipfit.graph.ir import Graph, Node, Removed
 from chipfit.operators.table import OPS, facts_of
 from chipfit.platform.schema import Format
@@ -242,8 +242,7 @@ def _chooses(layer_filter: LayerFilter, node: Node) -> bool:
         whole = node.with_(name=node.composite, op=node.composite_op) if node.composite else node
         return bool(layer_filter.match(node)) or (whole is not node and bool(layer_filter.match(whole)))
     except Exception as e:  # in a user's filter, or in an object whose `match` compares something else
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         what, got = f"The key of an override fails: {short_message(e)}", repr(layer_filter)[:120]
         allowed = "a layer's path, a glob, an operator, a layer type, or a filter, whose match(node) returns a bool"
         raise PlanError(what, got=got, allowed=allowed) from e

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from chipfit.errors import OutOfBoundsError
+from chipfit.operators.table import enters
 
 #: greatest number of elements of a tensor that a call may create, and greatest integer that Python may compute
 MOST_ELEMENTS, LARGEST = 1 << 31, 1 << 62
@@ -31,16 +32,7 @@ _UNFILLED = frozenset("empty empty_like empty_permuted empty_strided new_empty n
 Arguments = Mapping[str, Any]
 #: name of an operator, without "_" at its end -> function that returns what is wrong with the arguments, or ""
 CHECKS: dict[str, Callable[[Arguments], str]] = {}
-
-
-def check_of(names: str) -> Callable[[Callable[[Arguments], str]], Callable[[Arguments], str]]:
-    """Return a decorator that registers the check of operators, names separated by spaces."""
-
-    def enter(function: Callable[[Arguments], str]) -> Callable[[Arguments], str]:
-        CHECKS.update(dict.fromkeys(names.split(), function))
-        return function
-
-    return enter
+check_of = enters(CHECKS)
 
 
 @functools.cache

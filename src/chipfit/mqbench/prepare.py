@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
-from chipfit.errors import CaptureError, ConfigError, UnknownNameError, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, ConfigError, UnknownNameError, raise_bug, short_message
 from chipfit.frameworks.torch.modules import Checkpointed, FakeQuantizer
 from chipfit.frameworks.torch.step_checks import StepCheck
 from chipfit.mct.target_platform.layers import operator_named
@@ -187,8 +187,7 @@ def trace(
         found = tracer.trace(root, concrete_args=None if concrete_args is None else dict(concrete_args))
         traced = fx.GraphModule(tracer.root, found, type(model).__name__)
     except Exception as e:  # the user's code, called with proxies, may raise anything
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         hint = "replace a Python `if` on values by torch.where, or put the code into a layer of its own and wrap it"
         what = f"The model cannot be traced: {short_message(e)}"
         raise CaptureError(what, where=type(model).__name__, hint=hint) from e

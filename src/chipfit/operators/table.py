@@ -24,10 +24,12 @@ the column, a row that is added in Python may hold the function itself. A module
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from chipfit.errors import ConfigError
 from chipfit.files import package_data
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +221,24 @@ def dictated_outputs(cell: Mapping[str, Any]) -> dict[int, tuple[float, int]]:
     """Return bits -> the scale and zero point that a file format dictates for the result of an operator."""
     given: Mapping[Any, Any] = cell.get("output") or {}
     return {int(bits): (float(scale), int(zero)) for bits, (scale, zero) in given.items()}
+
+
+def enters(table: dict[str, F]) -> Callable[[str], Callable[[F], F]]:
+    """Return a decorator that enters a function into a table under names with spaces between.
+
+    >>> signs = {}
+    >>> enters(signs)("Neg Abs")(len) is signs["Abs"]
+    True
+    """
+
+    def decorator(names: str) -> Callable[[F], F]:
+        def enter(f: F) -> F:
+            table.update(dict.fromkeys(names.split(), f))
+            return f
+
+        return enter
+
+    return decorator
 
 
 def by_name(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:

@@ -10,7 +10,7 @@ import torch
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import BINS, in_memory_order, without_outliers
-from chipfit.errors import ConfigError, DataError, raised_outside_chipfit, short_message
+from chipfit.errors import ConfigError, DataError, raise_bug, short_message
 from chipfit.quantizers.grids import Grid, in_blocks
 from chipfit.quantizers.pairs import scale_for_pairs
 from chipfit.quantizers.tables import fit
@@ -91,8 +91,7 @@ def choose(
         try:
             q = place(sample, grid)
         except Exception as e:  # raised by a user's rule
-            if not raised_outside_chipfit(e):
-                raise
+            raise_bug(e)
             what = f"The range rule '{name_of(rule)}' fails: {short_message(e)}"
             raise ConfigError(what, allowed="a function of a sample and a grid") from e
         _check_returned(q, len(sample.low), name_of(rule))

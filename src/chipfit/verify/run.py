@@ -16,7 +16,7 @@ from chipfit.calibration.data import count_samples, count_splittable, fixed_batc
 from chipfit.calibration.sample_fingerprints import SampleHashes
 from chipfit.engine.run import run
 from chipfit.engine.torch_defaults import torch_defaults
-from chipfit.errors import DataError, RuntimeUnavailable, first_line, raised_outside_chipfit
+from chipfit.errors import DataError, RuntimeUnavailable, first_line, raise_bug
 from chipfit.export import FileTensor, export, format_of
 from chipfit.export.io_spec import output_names
 from chipfit.files import path_of
@@ -320,8 +320,7 @@ class Comparator:
         try:
             results = self.device.run(inputs)
         except Exception as e:  # the errors of runtimes share no base
-            if not raised_outside_chipfit(e):
-                raise
+            raise_bug(e)
             what = f"'{self.out.runtime}' cannot run the file on these inputs: {first_line(e)}"
             raise RuntimeUnavailable(what, hint=_OTHER_FILE) from e
         small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from chipfit.bench.config import Model
-from chipfit.errors import ConfigError, import_optional, raised_outside_chipfit, short_message
+from chipfit.errors import ConfigError, import_optional, raise_bug, short_message
 from chipfit.import_by_name import import_by_name
 from chipfit.reading import load_weights
 from chipfit.registry import lookup
@@ -60,8 +60,7 @@ def _create(make: Callable[..., Any], model: Model) -> Any:
     except ConfigError:
         raise
     except Exception as e:  # libraries and the user's code may raise anything
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         what = f"The network cannot be created: {short_message(e)}"
         raise ConfigError(what, where=model.type, got=model.kwargs) from e
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import dump_call, dump_result
-from chipfit.errors import CaptureError, raised_outside_chipfit
+from chipfit.errors import CaptureError, raise_bug
 from chipfit.frameworks.keras.backend import in_float32
 from chipfit.frameworks.keras.call import narrowed
 from chipfit.frameworks.keras.deviation import compare, outputs_of
@@ -168,8 +168,7 @@ def _in_float32(model: Any, example: Any = None) -> tuple[Any, str]:
                 outputs_of(copied, _floats_as(None, example))
         copied.set_weights([w.astype("float32") for w in old])
     except Exception as e:  # Keras raises many types for classes without a configuration
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         hint = "build the model with keras.config.set_dtype_policy('float32') and load its weights"
         raise CaptureError(f"'{model.name}' computes in {', '.join(kinds)}", allowed="float32", hint=hint) from e
     both = zip(copied.weights, copied.get_weights(), old, strict=True)

@@ -8,7 +8,7 @@ import keras
 import torch
 
 from chipfit.engine.run import first_deviation
-from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.frameworks.keras.backend import forward
 from chipfit.frameworks.keras.translate import calls_before, functional, leaves
 from chipfit.graph.ir import Graph
@@ -23,8 +23,7 @@ def outputs_of(model: Any, example: Any) -> list[torch.Tensor]:
     try:
         return leaves(forward(model, example))
     except Exception as e:  # the user's code may raise anything
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         raise CaptureError(f"The model fails on the example input: {short_message(e)}") from e
 
 

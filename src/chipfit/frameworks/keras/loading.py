@@ -21,7 +21,7 @@ from typing import Any
 import keras
 import torch
 
-from chipfit.errors import CaptureError, GraphError, first_line, import_optional, raised_outside_chipfit
+from chipfit.errors import CaptureError, GraphError, first_line, import_optional, raise_bug
 from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip
 from chipfit.frameworks.keras.backend import to_backend, to_torch
 
@@ -148,8 +148,7 @@ def load(path: str | Path) -> Any:
         model.load_weights(path)
         return model
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         raise CaptureError(
             "The file is not a Keras model that can be loaded here",
             where=str(path),
@@ -285,8 +284,7 @@ def load_operation(target: str) -> Any:
         message = f"A Keras layer of this saved result is refused: {e.what}"
         raise GraphError(message, got=e.got, allowed=e.allowed, hint=e.hint) from e
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         hint = "register its class with keras.saving.register_keras_serializable, and import it before loading"
         raise GraphError("A Keras layer of this saved result cannot be made again", got=text[:200], hint=hint) from e
 

@@ -15,11 +15,13 @@ from onnx import helper, numpy_helper
 from chipfit.frameworks.onnx.call import OnnxCall
 from chipfit.frameworks.onnx.read import READERS
 from chipfit.frameworks.reading import Unreadable, present, require
+from chipfit.operators.table import enters
 
 #: version of ONNX's operators that the nodes below have
 OPSET = 23
 #: operator -> the function that enters its nodes
 _DEFINITIONS: dict[str, "Callable[[Body], None]"] = {}
+_defines = enters(_DEFINITIONS)
 
 
 class Body:
@@ -93,14 +95,6 @@ def definition(call: OnnxCall) -> list[ir.Node]:
     except Unreadable:
         return []
     return body.finish()
-
-
-def _defines(names: str) -> Callable[[Callable[[Body], None]], Callable[[Body], None]]:
-    def enter(f: Callable[[Body], None]) -> Callable[[Body], None]:
-        _DEFINITIONS.update((name, f) for name in names.split())
-        return f
-
-    return enter
 
 
 # ---------------------------------------------------------------- products

@@ -17,10 +17,11 @@ import torch
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.frameworks.onnx.limits import check_results
 from chipfit.frameworks.onnx.live import live_nodes, reads_of
 from chipfit.frameworks.quantized import dequantized
+from chipfit.operators.table import enters
 
 #: note of a file that ONNX Runtime has optimised, which it runs as it is
 OPTIMISED = "chipfit.optimised"
@@ -299,8 +300,7 @@ class Expansion:
             evaluator = ReferenceEvaluator(model)
             return dict(zip((o for o in n.output if o), evaluator.run(None, arrays), strict=False))
         except Exception as e:  # evaluators of single operators raise anything
-            if not raised_outside_chipfit(e):
-                raise
+            raise_bug(e)
             return None
 
     def kind(self, name: str) -> str:
@@ -528,16 +528,6 @@ def _operand(n: onnx.NodeProto, k: int) -> str:
 
 
 # ---------------------------------------------------------------- readers
-
-
-def reads_integers(name: str) -> Callable[[Reader], Reader]:
-    """Register the reader of an operator of integers."""
-
-    def enter(f: Reader) -> Reader:
-        _READERS[name] = f
-        return f
-
-    return enter
 
 
 def _quantize(e: Expansion, n: onnx.NodeProto) -> None:
@@ -781,3 +771,4 @@ _READERS: dict[str, Reader] = {
     "MatMulNBits": _product_in_blocks,
     "GatherBlockQuantized": _gather_in_blocks,
 }
+reads_integers = enters(_READERS)

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.files import existing_file, wrap_read_errors
 from chipfit.frameworks.onnx.integers import is_foreign, is_quantized
 from chipfit.frameworks.onnx.limits import MOST_ELEMENTS
@@ -85,8 +85,7 @@ class OnnxModel(ir.Model):
             with self.stored.mapped():  # which checks that the files are those that were loaded
                 onnx.external_data_helper.load_external_data_for_model(proto, self.folder)
         except Exception as e:  # of files, types and values
-            if not raised_outside_chipfit(e):
-                raise
+            raise_bug(e)
             raise CaptureError(f"The ONNX model is malformed: {short_message(e)}", where=self.where) from e
         return proto
 
@@ -138,8 +137,7 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
                 value.shape = ir.Shape([None if isinstance(d, int) and d < 0 else d for d in value.shape])
         _check_inputs(read.graph.inputs, where)
     except Exception as e:  # parsers raise many types
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         hint = "onnx.checker.check_model(path) names the fault; write the file again"
         what = f"The ONNX model cannot be read: {short_message(e)}"
         raise CaptureError(what, where=where, hint=hint) from e

@@ -13,7 +13,7 @@ import torch
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-from chipfit.errors import CaptureError, DataError, GraphError, first_line, raised_outside_chipfit
+from chipfit.errors import CaptureError, DataError, GraphError, first_line, raise_bug
 from chipfit.files import parse_json
 from chipfit.frameworks.onnx.limits import traps
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
@@ -88,8 +88,7 @@ def _reference(proto: onnx.ModelProto) -> ReferenceEvaluator:
     try:
         return ReferenceEvaluator(proto)
     except Exception as e:  # of many types
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         raise CaptureError(f"No runtime can run the model: {first_line(e)}") from e
 
 

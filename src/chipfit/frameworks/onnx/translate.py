@@ -11,7 +11,7 @@ from onnx.reference import ReferenceEvaluator
 
 import chipfit.frameworks.onnx.recurrent
 import chipfit.frameworks.onnx.resize  # noqa: F401 -- registers readers
-from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.frameworks.onnx.call import OnnxCall, OnnxGraphBuilder, Operand
 from chipfit.frameworks.onnx.functions import body
 from chipfit.frameworks.onnx.fused import OPSET, definition
@@ -104,8 +104,7 @@ class Translator:
         try:
             array = self.model.stored.array(value.const_value)
         except Exception as e:  # of files and types
-            if not raised_outside_chipfit(e):
-                raise
+            raise_bug(e)
             raise CaptureError(f"The data of '{name}' cannot be read: {short_message(e)}") from e
         array = _plain_type(array) if array.size <= _FOLDED else array  # larger ones are converted when they are read
         return self.builder.constants([array], name, array.dtype.kind not in "biu" and array.ndim > 0)
@@ -216,8 +215,7 @@ class Translator:
                 feeds = {f"i{i}": x.numbers[k] for i, x in enumerate(inputs) if x is not None}
                 results.append([np.asarray(y) for y in evaluator.run(None, feeds)])
         except Exception as e:  # evaluators of single operators raise anything
-            if not raised_outside_chipfit(e):
-                raise
+            raise_bug(e)
             return None
         if any(y.dtype.kind not in "biuf" or y.size > max(64 * _FOLDED, most) for r in results for y in r):
             return None

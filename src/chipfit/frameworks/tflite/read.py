@@ -18,10 +18,11 @@ from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Value
-from chipfit.operators.table import OPS, read_column
+from chipfit.operators.table import OPS, enters, read_column
 
 #: operators of the schema -> reader
 READERS: dict[str, Callable[["Call"], Any]] = {}
+reads = enters(READERS)
 #: operators of the schema -> canonical operator that is written so; of several, the most general
 OPERATORS: dict[str, str] = {}
 #: operators of the schema whose operands and results are those of the canonical operator, which has no attributes
@@ -43,14 +44,6 @@ def _enter_cell(op: str, name: str = "", write: Any = "plain", **_: Any) -> None
 
 
 read_column("tflite", _enter_cell, OPERATORS, PLAIN)
-
-
-def reads(kinds: str) -> Callable[[Callable[["Call"], Any]], Callable[["Call"], Any]]:
-    def enter(f: Callable[["Call"], Any]) -> Callable[["Call"], Any]:
-        READERS.update(dict.fromkeys(kinds.split(), f))
-        return f
-
-    return enter
 
 
 class Reading:

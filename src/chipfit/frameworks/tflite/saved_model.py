@@ -3,7 +3,7 @@
 import importlib
 import os
 
-from chipfit.errors import CaptureError, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.frameworks.tflite.model import TfliteModel
 
 
@@ -24,8 +24,7 @@ def load_saved_model(folder: str) -> TfliteModel:
     try:
         content = tf.lite.TFLiteConverter.from_saved_model(folder).convert()
     except Exception as e:  # of TensorFlow, of many types
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         hint = "give it a signature 'serving_default' of operators that TensorFlow Lite has"
         what = f"TensorFlow cannot convert the SavedModel: {short_message(e)}"
         raise CaptureError(what, where=folder, hint=hint) from e

@@ -22,7 +22,7 @@ from chipfit.engine.run import first_deviation
 from chipfit.engine.torch_defaults import users_defaults
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
-from chipfit.errors import CaptureError, RefusedCall, raised_outside_chipfit, short_message
+from chipfit.errors import CaptureError, RefusedCall, raise_bug, short_message
 from chipfit.frameworks.reading import mixes_samples
 from chipfit.frameworks.torch.device import check_device
 from chipfit.frameworks.torch.plain_call import compare_with_plain_call, in_float32, run_in_float32
@@ -327,8 +327,7 @@ def export(
         with quiet(), contextlib.redirect_stderr(io.StringIO()):  # where it prints all that it has traced on an error
             program = _decomposed(torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False))
     except Exception as e:  # the user's code, traced by torch.export, may raise anything
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         if "DataDependent" in type(e).__name__ or "data-dependent" in str(e).lower():
             raise CaptureError(
                 "The model branches on the values of a tensor, which a fixed graph cannot hold",

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from chipfit.errors import CaptureError, first_line, import_optional, raised_outside_chipfit
+from chipfit.errors import CaptureError, first_line, import_optional, raise_bug
 
 _TIMM = "timm:"
 #: end of the name of an architecture -> the class of transformers that loads it
@@ -40,8 +40,7 @@ def load_named(text: str) -> nn.Module:
     try:
         model = _of_timm(text.removeprefix(_TIMM)) if text.startswith(_TIMM) else _of_transformers(text)
     except Exception as e:  # these libraries raise what they like
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         raise CaptureError(f"'{text}' cannot be loaded", got=first_line(e)) from e
     return model.eval()
 

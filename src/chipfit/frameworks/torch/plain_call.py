@@ -11,7 +11,7 @@ from chipfit.engine.memory import memory_errors
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import describe_value, dtype_of
-from chipfit.errors import MemoryExceeded, RefusedCall, raised_outside_chipfit, short_message
+from chipfit.errors import MemoryExceeded, RefusedCall, raise_bug, short_message
 from chipfit.frameworks.torch.program import SHORT, register_dataclasses, users_line, without_short_types
 from chipfit.graph.ir import Graph
 
@@ -67,8 +67,7 @@ def run_example(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     except MemoryExceeded:
         raise
     except Exception as e:  # the user's code may raise anything
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         shown = [describe_value(a) for a in args] + [f"{k}={describe_value(v)}" for k, v in kwargs.items()]
         hint = "call the model on this input yourself, in eval mode, and correct the input or the model"
         what = f"The model fails on the example input: {short_message(e)}"

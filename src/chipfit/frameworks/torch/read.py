@@ -15,12 +15,13 @@ from chipfit.files import package_data
 from chipfit.frameworks.reading import Unreadable, per_axis, require
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
-from chipfit.operators.table import OPS, attribute_words, read_column
+from chipfit.operators.table import OPS, attribute_words, enters, read_column
 
 Reader = Callable[[TorchCall], Any]
 
 #: ATen operator, without overload -> its reader
 READERS: dict[str, Reader] = {}
+reads = enters(READERS)
 #: ATen's aliases -> its own names
 SYNONYMS = dict(word.split("=") for word in package_data("chipfit.frameworks.torch", "aten.yaml")["synonyms"].split())
 
@@ -88,16 +89,6 @@ def enter_cell(
         return c.emit(op, inputs, **{attr: convert(c, c.static(k)) for attr, k, convert in attributes})
 
     READERS.update(dict.fromkeys(name.split(), read or read_cell))
-
-
-def reads(names: str) -> Callable[[Reader], Reader]:
-    """Decorate a function as the reader of ATen operators, named with spaces between."""
-
-    def enter(f: Reader) -> Reader:
-        READERS.update(dict.fromkeys(names.split(), f))
-        return f
-
-    return enter
 
 
 # ---------------------------------------------------------------- products and sums

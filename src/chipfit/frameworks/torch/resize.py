@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import flatten_inputs
-from chipfit.errors import raised_outside_chipfit
+from chipfit.errors import raise_bug
 from chipfit.frameworks.torch.plain_call import in_float32
 from chipfit.graph.ir import Graph
 
@@ -76,8 +76,7 @@ def _computes(model: nn.Module, graph: Graph, args: Sequence[Any], kwargs: Mappi
         with torch.no_grad():
             out = model(*there[0], **there[1])
     except Exception as e:  # the user's code may raise anything
-        if not raised_outside_chipfit(e):
-            raise
+        raise_bug(e)
         return False
     wanted = [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
     if len(wanted) != len(graph.outputs):
