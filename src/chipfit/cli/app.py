@@ -32,6 +32,7 @@ from chipfit.files import (
     check_writable,
     names_object,
     near_path,
+    package_data,
     read_text,
     replace_folder,
 )
@@ -74,72 +75,48 @@ def _present(error: type[ChipfitError], what: str, hint: str = "check the path")
 
 _MODEL = _present(CaptureError, "The model file")
 _DATA = _present(DataError, "The data file")
-_KINDS = "an .onnx, .pt2, .keras, .h5 or .tflite file, module:factory, timm:NAME, or a transformers folder"
-Model = Annotated[str, Argument(help=_KINDS, **_MODEL)]
-Calibration = Annotated[
-    str,
-    Option(
-        "--data",
-        help=".npz, .npy, a folder of them or of images, module:iterable, or generated[:COUNT] without data",
-        **_DATA,
-    ),
-]
-_DATA_HELP = ".npz (x, or inputs by name, and y for accuracy), .npy, a folder of them or of images, or module:iterable"
-Data = Annotated[str, Option("--data", help=_DATA_HELP, **_DATA)]
+#: shared option or argument -> its help
+_HELP: dict[str, str] = package_data("chipfit.cli", "options.yaml")
+Model = Annotated[str, Argument(help=_HELP["model"], **_MODEL)]
+Calibration = Annotated[str, Option("--data", help=_HELP["calibration"], **_DATA)]
+Data = Annotated[str, Option("--data", help=_HELP["data"], **_DATA)]
 _PLATFORM: dict[str, Any] = {"parser": _platform, "metavar": "PLATFORM", "autocompletion": built_in}
-_PLATFORM["help"] = "built-in name, NAME@REVISION, a YAML or JSON file, or module:chip in Python"
+_PLATFORM["help"] = _HELP["platform"]
 Chip = Annotated[Any, Option("--platform", "-p", **_PLATFORM)]
 ChipArgument = Annotated[Any, Argument(**_PLATFORM)]
-Out = Annotated[Path, Option("--out", "-o", help="folder for plan, model file and report")]
-Requantize = Annotated[bool, Option("--requantize", help="quantize a file again that is quantized already")]
-Weights = Annotated[Path | None, Option("--weights", help="safetensors file with the weights of module:factory")]
-_INPUT_SIZE_HELP = "side length to which images are resized [pixels]"
-InputSize = Annotated[
-    int | None, Option("--input-size", min=1, max=1 << 14, show_default=str(SIDE), help=_INPUT_SIZE_HELP)
-]
-_SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": "seed of all random numbers; by default 0"}
+Out = Annotated[Path, Option("--out", "-o", help=_HELP["out"])]
+Requantize = Annotated[bool, Option("--requantize", help=_HELP["requantize"])]
+Weights = Annotated[Path | None, Option("--weights", help=_HELP["weights"])]
+_SIZE: dict[str, Any] = {"min": 1, "max": 1 << 14, "show_default": str(SIDE), "help": _HELP["input size"]}
+InputSize = Annotated[int | None, Option("--input-size", **_SIZE)]
+_SEED: dict[str, Any] = {"min": -(1 << 63), "max": (1 << 64) - 1, "help": _HELP["seed"]}
 Seed = Annotated[int, Option("--seed", **_SEED)]
-Mean = Annotated[str | None, Option("--mean", show_default=MEAN, help="mean of images in 0..1, per channel")]
-_STD_HELP = "standard deviation of images in 0..1, per channel"
-Std = Annotated[str | None, Option("--std", show_default=STD, help=_STD_HELP)]
-_SAVED = _present(
-    PlanError, "The saved result", "pass the folder that `chipfit quantize` or Result.save wrote, or a quantized file"
-)
-_SAVED_HELP = "folder that `quantize` or Result.save wrote; or a quantized .tflite or .onnx file"
-Saved = Annotated[Path, Argument(help=_SAVED_HELP, **_SAVED)]
-_DEVICE_HELP = "device of a PyTorch model: cpu, cuda, cuda:1, mps ..., or auto; by default where module:factory puts it"
-Device = Annotated[str | None, Option("--device", help=_DEVICE_HELP)]
-_RULE_HELP = "range rule for activations; by default the better of mse and no_clipping"
-Rule = Annotated[str | None, Option("--rule", help=_RULE_HELP)]
-WeightRule = Annotated[str | None, Option("--weight-rule", help="range rule for weights; by default mse")]
-KeepFloat = Annotated[list[str] | None, Option("--float", help="keep a layer in float (repeatable)")]
-Bits = Annotated[list[str] | None, Option("--bits", help="LAYER=BITS, bit width of a layer's weights (repeatable)")]
-_FORMAT_HELP = (
-    "format of the model file: onnx, tflite, h (C), json (encodings), fake, int8 or mctq, the last three perhaps with "
-    "a suffix, as in fake.pt2; by default the platform's own"
-)
-_CONFIG_HELP = "YAML with rule, weight_rule, settings, overrides, limits, seed; options of the command line override it"
-Config = Annotated[Path | None, Option("--config", help=_CONFIG_HELP, **_present(ConfigError, "The file of --config"))]
-Format = Annotated[str | None, Option("--format", help=_FORMAT_HELP)]
-_IO_HELP = "type of inputs and outputs: float, int8, uint8, int16 or uint16, or two as IN,OUT"
-IoTypes = Annotated[str | None, Option("--io", help=_IO_HELP)]
-_LAYOUT_HELP = "keep the model's layout of inputs and outputs in a .tflite file"
-KeepLayout = Annotated[bool, Option("--keep-layout", help=_LAYOUT_HELP)]
-_LABELS_HELP = "class names for the model file, one a line"
-Labels = Annotated[Path | None, Option("--labels", help=_LABELS_HELP, **_present(ConfigError, "The file of --labels"))]
-_VERIFY_HELP = "run the file and compare integers; by default if the platform has a runtime"
-Check = Annotated[bool | None, Option("--verify/--no-verify", help=_VERIFY_HELP)]
-_RUNTIME_HELP = (
-    "a runtime such as onnxruntime, openvino, qnn, litert, litert_reference or tflm; by default the platform's own"
-)
-Runtime = Annotated[str | None, Option("--runtime", help=_RUNTIME_HELP)]
-_DEPLOYED_HELP = "deployed file; by default a new export"
-Deployed = Annotated[Path | None, Option("--file", help=_DEPLOYED_HELP, **_present(ConfigError, "The deployed file"))]
-ReportFile = Annotated[Path | None, Option("--report", help="write a report, as .html or .json")]
-_SHAPE_HELP = "batch first, as in 1,3,224,224, or ids=1,12 for each of several inputs; by default the file's"
-Shape = Annotated[list[str] | None, Option("--input-shape", help=_SHAPE_HELP)]
-GeneratedShape = Annotated[list[str] | None, Option("--input-shape", help=f"shape of generated data: {_SHAPE_HELP}")]
-_COMPARED = "folder that `quantize` wrote, a report in JSON, or a quantized .tflite or .onnx file"
+Mean = Annotated[str | None, Option("--mean", show_default=MEAN, help=_HELP["mean"])]
+Std = Annotated[str | None, Option("--std", show_default=STD, help=_HELP["std"])]
+_SAVED = _present(PlanError, "The saved result", _HELP["how to save"])
+Saved = Annotated[Path, Argument(help=_HELP["saved"], **_SAVED)]
+Device = Annotated[str | None, Option("--device", help=_HELP["device"])]
+Rule = Annotated[str | None, Option("--rule", help=_HELP["rule"])]
+WeightRule = Annotated[str | None, Option("--weight-rule", help=_HELP["weight rule"])]
+KeepFloat = Annotated[list[str] | None, Option("--float", help=_HELP["float"])]
+Bits = Annotated[list[str] | None, Option("--bits", help=_HELP["bits"])]
+Config = Annotated[
+    Path | None, Option("--config", help=_HELP["config"], **_present(ConfigError, "The file of --config"))
+]
+Format = Annotated[str | None, Option("--format", help=_HELP["format"])]
+IoTypes = Annotated[str | None, Option("--io", help=_HELP["io"])]
+KeepLayout = Annotated[bool, Option("--keep-layout", help=_HELP["keep layout"])]
+Labels = Annotated[
+    Path | None, Option("--labels", help=_HELP["labels"], **_present(ConfigError, "The file of --labels"))
+]
+Check = Annotated[bool | None, Option("--verify/--no-verify", help=_HELP["verify"])]
+Runtime = Annotated[str | None, Option("--runtime", help=_HELP["runtime"])]
+Deployed = Annotated[Path | None, Option("--file", help=_HELP["file"], **_present(ConfigError, "The deployed file"))]
+ReportFile = Annotated[Path | None, Option("--report", help=_HELP["report"])]
+Shape = Annotated[list[str] | None, Option("--input-shape", help=_HELP["shape"])]
+_GENERATED_SHAPE = f"shape of generated data: {_HELP['shape']}"
+GeneratedShape = Annotated[list[str] | None, Option("--input-shape", help=_GENERATED_SHAPE)]
+Compared = Annotated[Path, Argument(help=_HELP["compared"], **_SAVED)]
 _OUTPUT = "the output of `chipfit quantize`"
 _CALIBRATION = 16  #: number of training batches used for calibration
 #: exit status of an internal error (EX_SOFTWARE of sysexits.h), and of Ctrl-C (as in shells)
@@ -616,8 +593,8 @@ def check_npu(
 
 @command(app)
 def compare(
-    first: Annotated[Path, Argument(help=_COMPARED, **_SAVED)],
-    second: Annotated[Path, Argument(help=_COMPARED, **_SAVED)],
+    first: Compared,
+    second: Compared,
     data: Annotated[
         str | None, Option("--data", help="as for verify; measures the noise of every layer in both")
     ] = None,
