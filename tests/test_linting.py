@@ -5,7 +5,7 @@ from torch import nn
 
 import chipfit
 from chipfit.report.terminal import RUNS
-from tests.build import halves, mlp, quantized
+from tests.build import halves, mlp, model_of, quantized
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
 
@@ -34,15 +34,9 @@ def test_lint_has_the_notes_of_the_plan():
 
 
 def test_of_many_operators_those_of_a_layer_stand_in_one_row_and_floats_come_first():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.rnn, self.head = nn.Linear(4, 4), nn.GRU(4, 3, batch_first=True), nn.Linear(3, 2)
-
-        def forward(self, x):
-            return self.head(self.rnn(self.first(x))[0][:, -1])
-
-    lint = chipfit.lint(Net().eval(), torch.randn(2, 9, 4), "tflite_int8", overrides={"head": "float"})
+    layers = {"first": nn.Linear(4, 4), "rnn": nn.GRU(4, 3, batch_first=True), "head": nn.Linear(3, 2)}
+    net = model_of(lambda m, x: m.head(m.rnn(m.first(x))[0][:, -1]), **layers)
+    lint = chipfit.lint(net, torch.randn(2, 9, 4), "tflite_int8", overrides={"head": "float"})
     rows = lint._summary().rows
     assert [row[0] for row in rows] == ["head", "first", "rnn"]
     inside = [n.op for n in lint.rows if n.layer == "rnn"]

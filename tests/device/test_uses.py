@@ -224,19 +224,12 @@ def test_an_index_that_does_not_exist_is_an_error_of_torch(accelerator):
 
 
 def test_a_network_that_draws_on_the_device_leaves_the_callers_generators(accelerator):
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(6, 3)
-
-        def forward(self, x):
-            return self.fc(x + 0.01 * torch.randn(x.shape[-1], device=x.device))
-
+    noisy = model_of(lambda m, x: m.fc(x + 0.01 * torch.randn(x.shape[-1], device=x.device)), fc=nn.Linear(6, 3))
     data = [randn(8, 6, seed=k).to(accelerator) for k in range(2)]
     torch.manual_seed(3)
     want = torch.randn(4, device=accelerator).cpu(), torch.randn(4)
     torch.manual_seed(3)
-    result = quantize(Noisy().to(accelerator).eval(), data)
+    result = quantize(noisy.to(accelerator), data)
     assert torch.equal(torch.randn(4, device=accelerator).cpu(), want[0])
     x = data[0]
     torch.manual_seed(1)

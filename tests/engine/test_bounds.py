@@ -10,6 +10,7 @@ import torch
 from chipfit.engine.bounds import bounded
 from chipfit.engine.opaque import listed, resolve_target
 from chipfit.errors import OutOfBoundsError
+from tests.build import model_of
 
 X, IMAGE, IDS = torch.arange(12.0).reshape(3, 4), torch.randn(2, 3, 4), torch.tensor([0, 2, 1, 1])
 THREE, TWO = torch.ones(3), torch.ones(2)
@@ -132,13 +133,9 @@ def test_sizes_that_a_file_computes_are_integers_of_64_bits(name, args):
 
 
 def test_checked_operators_can_be_traced():
-    class Views(torch.nn.Module):
-        def forward(self, x):
-            return resolve_target("aten.as_strided.default")(x, [2, 2], [2, 1]) + resolve_target("aten.empty_like")(
-                x[0, 0]
-            )
-
-    traced = torch.export.export(Views(), (X,)).module()
+    strided, empty = resolve_target("aten.as_strided.default"), resolve_target("aten.empty_like")
+    views = model_of(lambda m, x: strided(x, [2, 2], [2, 1]) + empty(x[0, 0]))
+    traced = torch.export.export(views, (X,)).module()
     assert torch.equal(traced(X), torch.tensor([[0.0, 1], [2, 3]]))
 
 

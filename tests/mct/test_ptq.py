@@ -547,19 +547,9 @@ def test_the_largest_value_has_the_bits_that_the_memory_of_activations_allows(mo
     assert info.final_resource_utilization.activation_memory == used <= most
 
 
-class ChannelsLast(nn.Module):
-    """A network whose inputs have their channels on the last axis."""
-
-    def __init__(self):
-        super().__init__()
-        self.convs = TWO
-
-    def forward(self, x):
-        return self.convs(x.permute(0, 3, 1, 2))
-
-
 def test_an_input_behind_a_layout_change_has_the_bits_that_a_limit_allows():
-    given = ChannelsLast(), IMAGES.permute(0, 2, 3, 1).contiguous()
+    channels_last = model_of(lambda m, x: m.convs(x.permute(0, 3, 1, 2)), convs=TWO)
+    given = channels_last, IMAGES.permute(0, 2, 3, 1).contiguous()
     info = ptq(given, chip_with((8, 4), "Input"), core.ResourceUtilization(activation_memory=1536))[1]
     tensors = info.result.plan.tensors.values()
     assert {t.grid.bits for t in tensors if t.role == "activation"} == {4}

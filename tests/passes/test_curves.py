@@ -8,6 +8,7 @@ from torch import nn
 import chipfit
 from chipfit.engine.curves import steps_of
 from tests import build
+from tests.build import model_of
 
 X = build.images(4)
 
@@ -66,15 +67,8 @@ def test_a_table_holds_the_function_of_every_integer():
 
 
 def test_what_reads_two_tensors_is_no_table():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1)
-
-        def forward(self, x):
-            return self.a(x) * (1 + self.b(x).abs())
-
-    result = chipfit.quantize(Two().eval(), [X], platform="tflite_int8", progress=False)
+    two = model_of(lambda m, x: m.a(x) * (1 + m.b(x).abs()), a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(3, 4, 1))
+    result = chipfit.quantize(two, [X], platform="tflite_int8", progress=False)
     assert not steps(result)
 
 

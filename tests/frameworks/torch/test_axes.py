@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 import chipfit
 from chipfit.engine.trees import batch_axes
 from chipfit.errors import DataError
-from tests.build import quantized
+from tests.build import model_of, quantized
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> bool:
@@ -276,28 +276,15 @@ def test_a_vector_is_an_input_of_its_own():
 
 
 def test_an_input_of_no_rows_before_the_samples_is_kept():
-    class Tracks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-
-        def forward(self, past, x):
-            return self.second(F.relu(self.first(torch.cat([past, x]))))
-
+    forward = lambda m, past, x: m.second(F.relu(m.first(torch.cat([past, x]))))
+    tracks = model_of(forward, first=nn.Linear(8, 16), second=nn.Linear(16, 4))
     data = [(torch.zeros(0, 8), torch.randn(4, 8)) for _ in range(3)]
-    result = quantized(Tracks(), data)
+    result = quantized(tracks, data)
     assert [result.graph.shape(i) for i in result.graph.inputs] == [(0, 8), (None, 8)]
     assert result.verify(data).sound
 
 
 def test_a_size_that_the_model_refuses_is_named_with_its_axis():
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.dense(x).view(len(x), 4, 8, 4).relu()
-
+    blocks = model_of(lambda m, x: m.dense(x).view(len(x), 4, 8, 4).relu(), dense=nn.Linear(4, 4))
     with pytest.raises(DataError, match=r"fails with 16 in place of 32 on axis 1 of float32\[2, 32, 4\]: RuntimeError"):
-        quantized(Blocks(), [torch.randn(2, 32, 4), torch.randn(2, 16, 4)])
+        quantized(blocks, [torch.randn(2, 32, 4), torch.randn(2, 16, 4)])

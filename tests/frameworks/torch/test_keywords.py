@@ -8,6 +8,7 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.frameworks.torch.capture import capture
 from chipfit.platform.filters import AttributeFilter
+from tests.build import model_of
 
 
 class Positional(nn.Module):
@@ -44,12 +45,8 @@ def test_open_signatures(model, named):
 
 
 def test_a_tensor_given_twice_is_two_inputs():
-    class Difference(nn.Module):
-        def forward(self, x, y):
-            return 2 * x - y
-
     x = torch.randn(3, 4)
-    graph = capture(Difference(), (x, x))
+    graph = capture(model_of(lambda m, x, y: 2 * x - y), (x, x))
     assert torch.equal(run(graph, [x, 3 * x])[graph.outputs[0]], 2 * x - 3 * x)
 
 
