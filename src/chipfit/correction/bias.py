@@ -80,7 +80,7 @@ def quantized_linear(graph: Graph, plan: Plan, *, sized: bool = True) -> Iterato
 
 def spatial(graph: Graph, node: Node) -> tuple[int | None, ...]:
     """Return the spatial size of the input of a linear operator; () for Linear."""
-    return () if node.op == "Linear" else tuple(graph.shape(node.data))[2:]
+    return () if node.facts.kind == "linear" else tuple(graph.shape(node.data))[2:]
 
 
 def move_bias(graph: Graph, plan: Plan, node: Node, by: torch.Tensor) -> str:
@@ -108,6 +108,8 @@ def mean_output(node: Node, w: torch.Tensor, mean: torch.Tensor, spatial: Sequen
         [O], float64.
     """
     w, mean = w.detach().double(), mean.double()
-    x = mean if node.op == "Linear" else mean.view(1, -1, *[1] * len(spatial)).expand(1, -1, *(s or 0 for s in spatial))
-    (y,) = execute(node, [x, w])
-    return y if node.op == "Linear" else y.mean((0, *range(2, y.dim())))
+    if node.facts.kind == "linear":
+        return execute(node, [mean, w])[0]
+    constant = mean.view(1, -1, *[1] * len(spatial)).expand(1, -1, *(s or 0 for s in spatial))
+    (y,) = execute(node, [constant, w])
+    return y.mean((0, *range(2, y.dim())))

@@ -32,12 +32,12 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
 
 def channel_axis(node: Node) -> int:
     """Return the channel axis of a linear operator's data."""
-    return -1 if node.op == "Linear" else 1
+    return -1 if node.facts.kind == "linear" else 1
 
 
 def on_axis_1(graph: Graph, node: Node) -> bool:
     """Check whether the data of a linear operator have their channels on axis 1."""
-    return node.op != "Linear" or len(graph.shape(node.data)) == 2
+    return node.facts.kind != "linear" or len(graph.shape(node.data)) == 2
 
 
 def in_groups(node: Node, w: torch.Tensor) -> torch.Tensor:
@@ -114,4 +114,4 @@ def products(graph: Graph, node: Node) -> float:
 
 def places(node: Node, shape: Sequence[int | None]) -> int:
     """Return the positions of one sample of a value of this shape, each with all channels; unknown sizes count once."""
-    return math.prod(int(p or 1) for p in (shape[2:] if node.op != "Linear" else shape[1:-1]))
+    return math.prod(int(p or 1) for p in (shape[2:] if node.facts.kind != "linear" else shape[1:-1]))

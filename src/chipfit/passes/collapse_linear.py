@@ -45,7 +45,7 @@ def _collapse_one(graph: Graph, notes: dict[str, None]) -> bool:
 def _with_product(readers: Readers, first: Node, second: Node, notes: dict[str, None]) -> Node | None:
     """Return `first` with the product of both weights."""
     graph = readers.graph
-    fits = first.op in CONVS | {"Linear"} and second.op == first.op and second.inputs[0] == first.output
+    fits = first.facts.kind in ("conv", "linear") and second.op == first.op and second.inputs[0] == first.output
     if not fits or not is_linear(graph, second):
         return None
     w1, w2 = (graph.weights[n.weight] for n in (first, second))

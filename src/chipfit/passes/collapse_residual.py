@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import CONVS, from_groups, in_groups, is_linear
+from chipfit.graph.linear import from_groups, in_groups, is_linear
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import Setting, register
 
@@ -21,7 +21,7 @@ def collapse_residual(graph: Graph) -> Rewritten:
     graph, notes = graph.copy(), list[str]()
     readers = Readers(graph)
     for node in list(graph.nodes):
-        fits = node.op in CONVS | {"Linear"} and is_linear(graph, node)
+        fits = node.facts.kind in ("conv", "linear") and is_linear(graph, node)
         add = readers.only(node.output) if fits else None
         if add is None or add.op != "Add" or set(add.inputs) != {node.inputs[0], node.output}:
             continue
@@ -47,7 +47,7 @@ def collapse_residual(graph: Graph) -> Rewritten:
 
 def _centre(node: Node) -> tuple[int, ...] | None:
     """Return the tap that reads the output's own position; () for Linear, None if no tap does."""
-    if node.op == "Linear":
+    if node.facts.kind == "linear":
         return ()
     a = node.attrs
     if any(s != 1 for s in a["stride"]) or any(low % d for (low, _), d in zip(a["padding"], a["dilation"])):

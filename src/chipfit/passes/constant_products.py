@@ -51,7 +51,7 @@ def _transposed(graph: Graph, matrix: str) -> str:
 def _with_biases(graph: Graph, weights: set[str]) -> Graph:
     """Move constants that are added to the results of linear layers with these weights into biases."""
     readers = Readers(graph)
-    for node in [n for n in graph.nodes if n.op == "Linear" and n.weight in weights]:
+    for node in [n for n in graph.nodes if n.facts.kind == "linear" and n.weight in weights]:
         add = readers.only(node.output)
         merged = None if add is None else with_constant(readers, node, add)
         if add is not None and merged is not None:

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable
 
 from chipfit.engine.curves import ELEMENTWISE, Step, text_of
 from chipfit.graph.edit import drop_dead, replace_node
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import DYNAMIC, Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.passes.attention import NodeTest
 from chipfit.passes.composites import open_composites
@@ -16,7 +16,7 @@ from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
 #: element-wise operators that are not functions of numbers alone, or end in another type
-_OTHERS = frozenset("Cast Curve Dropout DynamicQuantize Identity Requantize".split())
+_OTHERS = frozenset({*"Cast Curve Dropout Identity Requantize".split(), DYNAMIC})
 #: operators whose kernel is the look-up of a table itself: others around them cost nothing there
 _LOOKED_UP = frozenset({"Sqrt"})
 #: kernels that take no longer than the look-up of a table

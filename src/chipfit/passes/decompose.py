@@ -199,8 +199,12 @@ def _curve(new: NewNodes, n: Node) -> str:
 # ---------------------------------------------------------------- windows and groups
 
 
-def _adaptive(new: NewNodes, n: Node) -> str:
-    """Pool windows of different sizes: gather the elements of every window along each axis, then reduce them."""
+def _adaptive(new: NewNodes, n: Node, kind: str) -> str:
+    """Pool windows of different sizes: gather the elements of every window along each axis, then reduce them.
+
+    Args:
+        kind: the reduction; "Sum" of elements times their shares.
+    """
     x, shape = n.data, [new.shape(n.data)[0], *new.sizes(n.data)]
     for axis, count in enumerate(n.attrs["output_size"], 1 if new.channels_last else 2):
         size, shape[axis] = new.size(x, axis), count
@@ -209,10 +213,9 @@ def _adaptive(new: NewNodes, n: Node) -> str:
         index = [[min(low + k, high - 1) for k in range(longest)] for low, high in ends]
         wide = (*shape[: axis + 1], longest, *shape[axis + 1 :])
         x = new("Gather", x, new.constant(torch.tensor(index, dtype=torch.int32)), gives=wide, axis=axis)
-        if n.op == "AdaptiveAvgPool":
+        if kind == "Sum":
             shares = [[1 / (high - low) if low + k < high else 0.0 for k in range(longest)] for low, high in ends]
             x = new("Mul", x, new.constant(torch.tensor(shares).reshape(-1, longest, *[1] * (len(shape) - axis - 1))))
-        kind = "Sum" if n.op == "AdaptiveAvgPool" else "ReduceMax"
         x = new(kind, x, gives=tuple(shape), axes=(axis + 1,), keepdims=False)
     return x
 

@@ -59,7 +59,7 @@ def _flattens(graph: Graph, n: Node) -> bool:
 
 def _takes_any_order(graph: Graph, plan: Plan, users: Users, n: Node, value: str) -> bool:
     """Return whether a node multiplies integers of a value by a constant weight that only it reads."""
-    if n.op != "Linear" or n.data != value or n.inputs.count(value) != 1 or n.weight not in graph.weights:
+    if n.facts.kind != "linear" or n.data != value or n.inputs.count(value) != 1 or n.weight not in graph.weights:
         return False
     stored = plan.stored(n.weight)
     if stored is None or not plan.quantized(value) or stored.grid.per == "block" or stored.grid.pair_limit is not None:

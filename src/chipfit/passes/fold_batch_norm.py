@@ -71,7 +71,7 @@ def _refusal(readers: Readers, node: Node | None, bn: Node) -> str:
         return "a weight or statistic is computed at run time"
     if readers.only(node.output) is None:
         return f"the output of '{node.display_name}' is also read elsewhere"
-    if node.op == "Linear" and len(graph.shape(node.output)) != 2:
+    if node.facts.kind == "linear" and len(graph.shape(node.output)) != 2:
         return "its channel axis is not the axis of the linear layer's outputs"
     return ""
 

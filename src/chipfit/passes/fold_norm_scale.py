@@ -71,4 +71,4 @@ def _steps(readers: Readers, last: Node) -> tuple[list[Node], Affine]:
 def _takes(assignment: Assignment, layer: Node) -> bool:
     """Return whether a layer is a linear one whose weights have enough bits."""
     stored = assignment.tensors.get(layer.weight)
-    return layer.op == "Linear" and stored is not None and stored.format.bits >= _BITS
+    return layer.facts.kind == "linear" and stored is not None and stored.format.bits >= _BITS

@@ -11,7 +11,7 @@ import torch
 from chipfit.calibration.collect import TensorStats
 from chipfit.graph.edit import insert_behind, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.graph.linear import CONVS, bias_or_zero, in_groups, with_bias
+from chipfit.graph.linear import bias_or_zero, in_groups, with_bias
 from chipfit.passes.rewriting import Adapted, LinearReaders, Readers, Stats
 from chipfit.ranges.qparams import from_min_max
 from chipfit.registry import Repair, Setting, register
@@ -110,7 +110,7 @@ def shift_constant(fmt: Format, seen: TensorStats, ratio: float) -> tuple[float,
 def _why_shift_stays(ends: list[Node]) -> str:
     """Return why the bias of some linear operator cannot take the shift back; "" if all can."""
     for end in ends:
-        if end.op not in CONVS | {"Linear"}:
+        if end.facts.kind not in ("conv", "linear"):
             return f"{end.op} '{end.display_name}' would need another bias at every position"
     return ""
 

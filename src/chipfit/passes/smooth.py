@@ -46,7 +46,8 @@ class _Site:
     def __init__(self, readers: Readers, node: Node) -> None:
         graph = readers.graph
         self.node, (self.value, consumers) = node, readers.after_identities(node)
-        self.layers = [n for n in consumers if n.op == "Linear" and is_linear(graph, n) and n.data == self.value]
+        layers = [n for n in consumers if n.facts.kind == "linear" and n.data == self.value]
+        self.layers = [n for n in layers if is_linear(graph, n)]
         self.parameters = [i for i in node.inputs[1:] if i is not None] if _is_vector_norm(node) else []
         returned = not {node.output, self.value}.isdisjoint(graph.outputs)
         #: the factors need a multiplication of their own: the operator has no scale, or others read its result too

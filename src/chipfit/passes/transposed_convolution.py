@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from chipfit.graph.edit import new_name, replace_node
 from chipfit.graph.folds import checksum
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
+from chipfit.graph.linear import TRANSPOSED, bias_or_zero, is_linear, with_bias
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
@@ -29,7 +29,8 @@ def transposed_convolution(graph: Graph, in_integers: Test) -> Rewritten:
     kernel turned around, with groups and dilation, which few kernels of transposed convolutions have.
     """
     graph, notes = graph.copy(), list[str]()
-    for n in [n for n in graph.nodes if n.op == "TransposeConv2D" and is_linear(graph, n)]:
+    of_images = [n for n in graph.nodes if n.op in TRANSPOSED and len(n.attrs["stride"]) == 2]
+    for n in [n for n in of_images if is_linear(graph, n)]:
         trial, dilated, turns = graph.copy(), set(n.attrs["dilation"]) != {1}, set(n.attrs["stride"]) == {1}
         if Readers(graph).why_fixed(n) or (in_integers(graph, n) and not dilated):
             continue

@@ -47,7 +47,7 @@ def positions(node: Node, y: Tensor, most: int, generator: torch.Generator) -> T
 
 def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
     """Return an output at these positions, [g, O/g, samples x positions]."""
-    if node.op == "Linear":
+    if node.facts.kind == "linear":
         return y.reshape(y.shape[0], -1, y.shape[-1])[:, where].flatten(0, 1).t()[None]
     g, y = node.attrs["groups"], _select_positions(y, where) if len(where) < places(node, y.shape) else y.flatten(2)
     return y.transpose(0, 1).reshape(g, y.shape[1] // g, -1)
@@ -55,7 +55,7 @@ def targets(node: Node, y: Tensor, where: Tensor) -> Tensor:
 
 def patches(node: Node, x: Tensor, w: Tensor, where: Tensor, zero: float = 0.0) -> Tensor:
     """Return the inputs of these output positions, [g, K, samples x positions]; `zero` stands for 0 in `x`."""
-    if node.op == "Linear":
+    if node.facts.kind == "linear":
         return x.reshape(x.shape[0], -1, x.shape[-1])[:, where].flatten(0, 1).t()[None]
     kernel, dims = w.shape[2:], w.dim() - 2
     stride, dilation, padding, g = (node.attrs[k] for k in ("stride", "dilation", "padding", "groups"))

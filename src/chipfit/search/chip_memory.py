@@ -88,7 +88,7 @@ def with_one_scale(d: Decision) -> Decision | None:
     for each in its arena; those of convolutions it keeps anyway.
     """
     plan = plan_of(d)
-    layers = [n for n in d.graph.nodes if n.op == "Linear" and is_linear(d.graph, n)]
+    layers = [n for n in d.graph.nodes if n.facts.kind == "linear" and is_linear(d.graph, n)]
     found = [n.name for n in layers if (t := plan.stored(n.weight)) is not None and t.scale.numel() > 1]
     if not found:
         return None

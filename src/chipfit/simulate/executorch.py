@@ -30,7 +30,7 @@ def _clamp(c: KernelCall) -> None:
 def _product_sum(c: KernelCall) -> None:
     """acc -> rne(float32(acc) * float32(s_x s_w / s_y)) + z."""
     acc, m = accumulate(c.run, c.node), c.multiplier(c.x, c.second)
-    if c.node.op != "Linear":
+    if c.node.facts.kind != "linear":
         m = scales_per_output(m.reshape(-1), acc.shape[1]).view(-1, *[1] * (acc.dim() - 2))
     c.write_result(torch.round(acc.float() * m).double())
 

@@ -577,7 +577,7 @@ def accumulate(run: Simulation, node: Node) -> Tensor:
     if node.bias is not None:
         b = _aligned_bias(run, node, node.bias)
         most += float(b.abs().max())
-        b = b if node.op == "Linear" else b.view(-1, *[1] * (acc.dim() - 2))
+        b = b if node.facts.kind == "linear" else b.view(-1, *[1] * (acc.dim() - 2))
         acc = acc.add_(b) if acc.dtype == b.dtype == torch.int32 and most < 2.0**31 else acc.double().add_(b)
     return run.summed(acc if acc.dtype == torch.int32 else acc.double(), most)
 
@@ -606,7 +606,7 @@ def _saturation_error(x: Tensor, zero: Tensor, w: Tensor, node: Node) -> Tensor 
     if node.facts.kind == "conv":
         how = {k: node.attrs[k] for k in ("stride", "padding", "dilation", "groups")}
         return sums.lost_in_windows(x, zero, w, **how)
-    rows = w if node.op == "Linear" else w.transpose(-1, -2)
+    rows = w if node.facts.kind == "linear" else w.transpose(-1, -2)
     lost = sums.lost_in_pairs(x.reshape(-1, x.shape[-1]), rows) if rows.dim() == 2 else None
     return None if lost is None else lost.reshape(*x.shape[:-1], -1)
 
@@ -616,14 +616,14 @@ def _exact_products(run: Simulation, node: Node) -> Tensor:
     x, w, a = run.code(node.data), run.code(node.weight), node.attrs
     zero, w_zero = (run.plan[name].zero_point for name in (node.data, node.weight))
     if sums.fits(x, zero, w, w_zero):
-        if node.op == "Linear":
+        if node.facts.kind == "linear":
             return sums.multiplied(x, zero, w)
         convolution = node.facts.kind != "transposed"
         how = {k: a[k] for k in ("stride", "padding", "dilation", "groups")}
         if convolution and (acc := sums.convolved(x, zero, w, **how)) is not None:
             return acc
     x, w = run.centred(node.data), run.centred(node.weight)
-    return F.linear(x, w) if node.op == "Linear" else execute(node, [x, w])[0]
+    return F.linear(x, w) if node.facts.kind == "linear" else execute(node, [x, w])[0]
 
 
 def inner_product(c: KernelCall) -> Tensor:
@@ -641,12 +641,12 @@ def dynamic_product(c: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
         acc = execute(c.node.with_(inputs=c.node.inputs[:2]), [q.double() - z, c.centred(c.second)])[0]
         bias = _float_bias(c)
         return c.run.summed(acc), s, bias.reshape(-1, *[1] * (acc.dim() - 2)) if bias.dim() else bias
-    rows = w if c.node.op == "Linear" else w.transpose(-1, -2)
+    rows = w if c.node.facts.kind == "linear" else w.transpose(-1, -2)
     if w.dim() == 2 and sums.fits(q, z, rows, w_zero):
         acc = c.run.summed(sums.multiplied(q, z, rows))
     else:
         centred = c.centred(c.second)
-        acc = c.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if c.node.op == "Linear" else centred))
+        acc = c.run.summed((q.double() - z) @ (centred.transpose(-1, -2) if c.node.facts.kind == "linear" else centred))
     # ConvInteger does not saturate: its weights are the first factor
     lost = _saturation_error(q, z, w, c.node) if c.run.in_pairs else None
     return acc if lost is None else acc + lost, s, _float_bias(c)

@@ -47,7 +47,7 @@ def absorbed_bounds(act: Node, t: Stored) -> tuple[int, int] | None:
 def _product_sum(c: KernelCall) -> None:
     """acc -> rne(float32(acc) * float32(s_x s_w / s_y)) + z. ONNX Runtime's QLinearConv and QGemm."""
     acc, m = accumulate(c.run, c.node), c.multiplier(c.x, c.second)
-    if m.dim() and c.node.op != "Linear":
+    if m.dim() and c.node.facts.kind != "linear":
         m = m.view(-1, *[1] * (acc.dim() - 2))
     c.write_result(requantize(acc, m, c.run.math.requant or _RULE))
 
@@ -80,7 +80,7 @@ def _dynamic(c: KernelCall) -> Tensor:
 
 
 #: operators whose dynamic kernels are modelled
-_DYNAMIC = ("Linear", "MatMul", *(op for op, row in OPS.items() if row.kind == "conv"))
+_DYNAMIC = ("MatMul", *(op for op, row in OPS.items() if row.kind in ("conv", "linear")))
 
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from chipfit.simulate.integer import KernelCall, Profile, Simulation, accumulate
 Tensor = torch.Tensor
 
 #: products of quantized data and quantized weights
-_PRODUCTS = ("Linear", *(op for op, row in OPS.items() if row.kind == "conv"))
+_PRODUCTS = [op for op, row in OPS.items() if row.kind in ("conv", "linear")]
 _MEANS = ("AvgPool", "GlobalAvgPool", "Mean")
 
 
@@ -103,7 +103,7 @@ def _clipped(nodes: list[Node], y: Tensor, by: Tensor | None) -> Tensor:
 
 def _along_channels(node: Node, v: Tensor, like: Tensor) -> Tensor:
     """Return numbers of the output channels in a shape that broadcasts against results of a product."""
-    return v.view(-1, *[1] * (like.dim() - 2)) if v.dim() and node.op != "Linear" else v
+    return v.view(-1, *[1] * (like.dim() - 2)) if v.dim() and node.facts.kind != "linear" else v
 
 
 def _bias(run: Simulation, node: Node) -> Tensor | None:
@@ -184,7 +184,7 @@ def _sums_in_place(c: KernelCall, add: Node) -> bool:
 
     It does where all other readers of that operand have run before; the convolution itself does not read it.
     """
-    if _is_static(c.run) or c.node.op == "Linear":
+    if _is_static(c.run) or c.node.facts.kind == "linear":
         return False
     other, graph = _other_operand(c, add), c.run.graph
     behind = {other}

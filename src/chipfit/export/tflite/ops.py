@@ -266,7 +266,7 @@ def _dynamic_quantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
             n, f"integers {a['qmin']}..{a['qmax']} with a range for each {a['per']}; kernels have -128..127, by row"
         )
     readers = w.graph.users().get(n.output, [])
-    if not readers or not all(r.op == "Linear" and w.plan.quantized(r.weight) for r in readers):
+    if not readers or not all(r.facts.kind == "linear" and w.plan.quantized(r.weight) for r in readers):
         w.refuse(n, "only linear layers with quantized weights quantize their input dynamically")
     w.index[n.output] = w.read(n.data)
     w.dynamic.add(n.output)

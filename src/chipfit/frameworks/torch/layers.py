@@ -60,7 +60,7 @@ def _settings(node: Node, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     settings |= {"bias": "bias" in weights} if "bias" in settings or not node.layer else {}
     if w is None or node.op not in LINEAR:
         return settings
-    if node.op == "Linear":
+    if node.facts.kind == "linear":
         return {**settings, "out_features": w.shape[0], "in_features": w.shape[1]}
     groups = node.attrs["groups"]
     inputs, outputs = (w.shape[0], w.shape[1] * groups) if node.op in TRANSPOSED else (w.shape[1] * groups, w.shape[0])
