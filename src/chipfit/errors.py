@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +191,9 @@ class UnknownNameError(ChipfitError):
     def choices(self) -> dict[str, Any]:
         """The names in the message, as arguments of another error."""
         return {"allowed": self.allowed, "hint": self.hint}
+
+
+def check_known(kind: str, name: Any, known: Collection[str]) -> None:
+    """Raise an UnknownNameError if a name does not exist."""
+    if name not in known:
+        raise UnknownNameError(kind, name, known)

@@ -19,7 +19,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
-from chipfit.errors import ConfigError, RegistrationError, RuntimeUnavailable, UnknownNameError
+from chipfit.errors import ConfigError, RegistrationError, RuntimeUnavailable, check_known
 
 T = TypeVar("T")
 
@@ -195,8 +195,7 @@ def register(kind: str, name: str, **declaration: Any) -> Callable[[T], T]:
             requires, or its name, another name, a suffix or a setting of it is taken or is not a word.
         UnknownNameError: the kind does not exist.
     """
-    if kind not in KINDS:
-        raise UnknownNameError("kind of addition", kind, KINDS)
+    check_known("kind of addition", kind, KINDS)
 
     def enter(thing: T) -> T:
         made = Entry(name, thing, _declaration(KINDS[kind], name, thing, declaration))
@@ -306,8 +305,7 @@ def entry(kind: str, name: str) -> Entry:
     name = str(name)  # a user may give any type
     if name not in ENTRIES[kind]:
         _import(kind, name)
-    if name not in ENTRIES[kind]:
-        raise UnknownNameError(KINDS[kind].label, name, ENTRIES[kind])
+    check_known(KINDS[kind].label, name, ENTRIES[kind])
     return ENTRIES[kind][name]
 
 
@@ -332,8 +330,7 @@ def create(kind: str, text: str, **settings: Any) -> Any:
     make = lookup(kind, aliases_of(kind).get(name, name))
     known = {f.name: f for f in fields(make)}
     for setting, value in (own | settings).items():
-        if setting not in known:
-            raise UnknownNameError(f"setting of {label} '{name}'", setting, known)
+        check_known(f"setting of {label} '{name}'", setting, known)
         annotation, default = known[setting].type, known[setting].default
         annotation = getattr(annotation, "__name__", str(annotation))
         is_default = type(value) is type(default) and value == default

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from chipfit.errors import PlanError, UnknownNameError
+from chipfit.errors import PlanError, check_known
 from chipfit.registry import (
     OFF,
     STAGES,
@@ -101,8 +101,7 @@ class Settings(metaclass=_WithSignature):
     def __init__(self, **chosen: Any) -> None:
         settings = known_settings()
         for name, value in chosen.items():
-            if name not in settings:
-                raise UnknownNameError("setting", name, settings)
+            check_known("setting", name, settings)
             if allowed := _allowed_instead(settings[name], value):
                 raise PlanError(f"The setting '{name}' is not understood", got=repr(value), allowed=allowed)
         differs = {k: chosen[k] for k, s in settings.items() if k in chosen and chosen[k] != s.default}

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from chipfit.bench.config import Config, Record, load, validated
-from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.errors import ConfigError, UnknownNameError, check_known
 from chipfit.files import write_atomically
 from chipfit.platform.yaml_file import YamlFile, merged
 
@@ -59,8 +59,7 @@ def read(path: str | Path) -> Matrix:
         used: list[tuple[str, str | None]] = [(axis, None) for axis in (*study.of, *study.only)]
         used += [(axis, choice) for axis, choices in study.only.items() for choice in choices]
         for axis, choice in (*used, *(x for w in study.without for x in w.items())):
-            if axis not in matrix.axes:
-                raise UnknownNameError(f"axis of study '{name}'", axis, matrix.axes)
+            check_known(f"axis of study '{name}'", axis, matrix.axes)
             if choice is not None and choice not in matrix.axes[axis]:
                 raise UnknownNameError(f"choice of axis '{axis}' in study '{name}'", choice, matrix.axes[axis])
     return matrix

@@ -25,7 +25,7 @@ from chipfit.channel_pruning.select import Selection, layers_of
 from chipfit.decision import Decision, decide
 from chipfit.engine.process import preserve_random_state
 from chipfit.engine.torch_defaults import torch_defaults
-from chipfit.errors import ConfigError, ExportError, UnknownNameError
+from chipfit.errors import ConfigError, ExportError, UnknownNameError, check_known
 from chipfit.files import path_of
 from chipfit.frameworks import adapter_of, check, rebuilt
 from chipfit.graph.ir import Graph
@@ -154,8 +154,7 @@ class Options:
         for name, value, fits, allowed in wrong:
             if not fits:
                 raise ConfigError(f"Option '{name}' is not understood", got=repr(value)[:120], allowed=allowed)
-        if self.importance not in METRICS:
-            raise UnknownNameError("importance metric", self.importance, METRICS)
+        check_known("importance metric", self.importance, METRICS)
 
 
 @preserve_random_state

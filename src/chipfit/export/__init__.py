@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from chipfit.errors import ConfigError, ExportError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, ExportError, UnknownNameError, UnsupportedError, check_known
 from chipfit.files import path_of
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
@@ -81,6 +81,5 @@ def declared_format(suffix: str) -> Entry:
         allowed = ", ".join(s for e in entries("format").values() if not e.declares.named for s in e.declares.suffixes)
         raise ConfigError("The name of the file has no suffix, which chooses the format", allowed=allowed)
     by_suffix = {s: e for e in entries("format").values() if not e.declares.named for s in e.declares.suffixes}
-    if suffix not in by_suffix:
-        raise UnknownNameError("file format", suffix, by_suffix)
+    check_known("file format", suffix, by_suffix)
     return by_suffix[suffix]

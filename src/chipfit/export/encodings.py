@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from chipfit.decide.insertions import without_insertions
-from chipfit.errors import UnknownNameError, UnsupportedError
+from chipfit.errors import UnsupportedError, check_known
 from chipfit.files import write_atomically
 from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan, TensorPlan
@@ -157,8 +157,7 @@ def document(plan: Plan, dialect: str = "generic") -> dict[str, Any]:
         UnknownNameError: no such dialect.
         UnsupportedError: the dialect cannot hold this plan's scales.
     """
-    if dialect not in DIALECTS:
-        raise UnknownNameError("encodings dialect", dialect, DIALECTS)
+    check_known("encodings dialect", dialect, DIALECTS)
     return DIALECTS[dialect](plan)
 
 

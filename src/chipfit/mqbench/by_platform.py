@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from chipfit.calibration.data import as_call
-from chipfit.errors import ConfigError, PlanError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, PlanError, UnknownNameError, UnsupportedError, check_known
 from chipfit.files import package_data
 from chipfit.graph.placement import device_of
 from chipfit.mqbench.deployment import deployed
@@ -160,8 +160,7 @@ def _method(name: Any, options: Mapping[str, Any], where: str) -> Any:
         return name
     entry = known[name]
     for key in options:
-        if key not in entry.get("options", {}):
-            raise UnknownNameError(f"option of {name} in {where}", key, entry.get("options", {}))
+        check_known(f"option of {name} in {where}", key, entry.get("options", {}))
     chosen = {**entry.get("with", {}), **{entry["options"][key]: value for key, value in options.items()}}
     text = ", ".join(f"{key}={value!r}" for key, value in chosen.items())
     return f"{entry['method']}({text})" if text else entry["method"]

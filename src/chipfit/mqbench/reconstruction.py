@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map_only
 
 from chipfit.calibration.data import as_call
-from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.errors import ConfigError, DataError, PlanError, check_known
 from chipfit.graph.placement import device_of
 from chipfit.mqbench.folded_batch_norm import FoldedBatchNorm
 from chipfit.mqbench.learned import Learned
@@ -54,8 +54,7 @@ class Reconstruction:
         """
         options = dict(given) if isinstance(given, Mapping) else dict(vars(given))
         for name in options:
-            if name not in cls.__dataclass_fields__:
-                raise UnknownNameError("option of ptq_reconstruction", name, cls.__dataclass_fields__)
+            check_known("option of ptq_reconstruction", name, cls.__dataclass_fields__)
         return cls(**options)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from chipfit.errors import ConfigError, UnknownNameError
+from chipfit.errors import ConfigError, check_known
 from chipfit.files import package_data
 from chipfit.mqbench.observers import ObserverBase, observer_of
 from chipfit.mqbench.quantizers import AlgorithmQuantizer, QuantizeBase, check_one_scale, quantizer_of
@@ -95,8 +95,7 @@ def get_backend_params(backend: str) -> dict[str, Any]:
         UnknownNameError: there is no such backend; lists similar names.
     """
     known = _settings()["backends"]
-    if backend not in known:
-        raise UnknownNameError("backend", backend, known)
+    check_known("backend", backend, known)
     return dict(known[backend])
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
-from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, UnsupportedError, check_known
 from chipfit.graph.folds import unfold_batch_norms
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
@@ -100,8 +100,7 @@ def check_trainable(training: Training | None, plan: Plan) -> None:
         return
     names = {n for t in plan.tensors.values() if t.role in _WORDS for n in (t.name, t.layer)}
     for name in training.only:
-        if name not in names:
-            raise UnknownNameError("tensor or layer", name, names)
+        check_known("tensor or layer", name, names)
     for t in plan.tensors.values():
         training.algorithm(t)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chipfit.calibration.data import Batch, count_samples, no_data
 from chipfit.engine.run import done_after, run
-from chipfit.errors import ConfigError, UnknownNameError, short_message
+from chipfit.errors import ConfigError, check_known, short_message
 from chipfit.export.io_spec import output_names
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
@@ -72,8 +72,7 @@ class Similarity(SummaryRepr):
             UnknownNameError: there is no such metric.
             ExportError: matplotlib is not installed, or the file cannot be written.
         """
-        if metric not in self.metrics:
-            raise UnknownNameError("metric", metric, self.metrics)
+        check_known("metric", metric, self.metrics)
         rows = [(name, row[metric], BLUE) for name, row in self.layers.items()]
         rows += [(f"output '{name}'", row[metric], ORANGE) for name, row in self.outputs.items()]
         return drawn(bars(rows, f"{metric}, mean of {self.samples} samples")[0], path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from chipfit.calibration.data import Batch
 from chipfit.decision import Decision, plan_of, redecide
-from chipfit.errors import PlanError, UnknownNameError
+from chipfit.errors import PlanError, check_known
 from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import first_samples
@@ -85,8 +85,7 @@ def pareto(
         DataError: there is no batch.
     """
     limits = [f.name for f in fields(Limits) if f.name not in (LOSS, *OF_FILE)]
-    if over not in limits:
-        raise UnknownNameError("limit", over, limits)
+    check_known("limit", over, limits)
     images = list(first_samples(batches))
     reference, choices = Reference(d.graph, images), search_space(d, plan, [over], images, rounding)
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from chipfit.errors import RuntimeUnavailable, UnknownNameError, UnsupportedError
+from chipfit.errors import RuntimeUnavailable, UnsupportedError, check_known
 from chipfit.export import export
 from chipfit.files import path_of, wrap_read_errors
 from chipfit.graph.ir import Graph
@@ -144,8 +144,7 @@ def _layer(tensor: str, layers: dict[str, str]) -> str:
 
 
 def _check(accelerator: str) -> None:
-    if accelerator not in ACCELERATORS:
-        raise UnknownNameError("accelerator", accelerator, ACCELERATORS)
+    check_known("accelerator", accelerator, ACCELERATORS)
     require_all({"Result.npu": [("ethosu", "vela")]})
 
 

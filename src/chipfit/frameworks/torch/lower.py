@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from chipfit.engine.kernels import call
 from chipfit.engine.run import done_after
 from chipfit.engine.trees import ResultStructure, flatten_call
-from chipfit.errors import PlanError, UnknownNameError, UnsupportedError
+from chipfit.errors import PlanError, UnsupportedError, check_known
 from chipfit.frameworks.torch.bn_fold import SyncedOps, channels, is_recomputation, update_statistics
 from chipfit.frameworks.torch.layers import layer_like
 from chipfit.frameworks.torch.modules import (
@@ -225,8 +225,7 @@ class QuantizedModule(Checkpointed):
         Raises:
             UnknownNameError: The tensor is not quantized.
         """
-        if name not in self._keys:
-            raise UnknownNameError("quantized tensor", name, self._keys)
+        check_known("quantized tensor", name, self._keys)
         return getattr(self._quant, self._keys[name])
 
     def rounded_weights(self) -> Iterator[tuple[str, FakeQuantizer]]:

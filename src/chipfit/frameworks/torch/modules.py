@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from chipfit.errors import PlanError, UnknownNameError
+from chipfit.errors import PlanError, check_known
 from chipfit.frameworks.torch.layers import layer_like
 from chipfit.frameworks.torch.symbolic import module_node
 from chipfit.graph.ir import Node
@@ -45,8 +45,7 @@ class PytorchQuantizationWrapper(WeightsHost, nn.Module):
         self.weights_quantizers = {}
         parameters = dict(self.layer.named_parameters())
         for name, quantizer in (weights_quantizers or {}).items():
-            if name not in parameters:
-                raise UnknownNameError(f"parameter of {type(layer).__name__}", name, parameters)
+            check_known(f"parameter of {type(layer).__name__}", name, parameters)
             self.weights_quantizers[name] = quantizer
             initialize(quantizer, self.weight_of(name).shape, name, self, "weights of torch")
 

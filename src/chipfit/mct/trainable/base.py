@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Self, TypeVar
 
-from chipfit.errors import ConfigError, UnknownNameError, UnsupportedError
+from chipfit.errors import ConfigError, UnsupportedError, check_known
 from chipfit.mct.target_platform.configs import QuantizationMethod
 from chipfit.mct.trainable.configs import TrainableQuantizerActivationConfig, TrainableQuantizerWeightsConfig
 from chipfit.mct.trainable.user_quantizers import UserQuantizers
@@ -174,8 +174,7 @@ class BaseTrainableQuantizer(BaseInferableQuantizer, ABC):
         Raises:
             UnknownNameError: there is no such variable.
         """
-        if name not in self._variables:
-            raise UnknownNameError(f"variable of {type(self).__name__}", name, self._variables)
+        check_known(f"variable of {type(self).__name__}", name, self._variables)
         return self._variables[name][0]
 
     def get_trainable_variables(self, group: VariableGroup) -> list[Any]:
