@@ -398,9 +398,12 @@ def test_a_docstring_and_an_error_that_break_the_rules_are_found():
 
 
 def private_names(source: str) -> set[str]:
-    """Return the names with a leading underscore that a file imports from chipfit."""
-    froms = [n for n in nodes(source) if isinstance(n, ast.ImportFrom)]
-    names = {a.name for n in froms if (n.module or "").partition(".")[0] == "chipfit" for a in n.names}
+    """Return the names with a leading underscore that a file imports from chipfit, reads from its modules or sets."""
+    froms = [n for n in nodes(source) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("chipfit")]
+    imported = {a.name: a.asname or a.name for n in froms for a in n.names}
+    read = [n for n in nodes(source) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    names = {*imported, *(n.attr for n in read if ast.unparse(n.value) in imported.values())}
+    names |= {m[2] for m in re.finditer(r'setattr\((\w+), "(\w+)"', source) if m[1] in imported.values()}
     return {n for n in names if n.startswith("_") and not n.startswith("__")}
 
 
@@ -408,6 +411,8 @@ def test_tests_import_public_names():
     found = {str(p.relative_to(ROOT)): private_names(p.read_text()) for p in (ROOT / "tests").rglob("*.py")}
     assert {file: names for file, names in found.items() if names} == {}
     assert private_names("from chipfit.files import _put, write_atomically, __doc__") == {"_put"}
+    used = 'from chipfit import files\nfiles._read()\nmonkeypatch.setattr(files, "_LARGE", 1)'
+    assert private_names(used) == {"_read", "_LARGE"}
 
 
 def test_a_test_file_that_cannot_be_imported_fails(tmp_path):

@@ -41,19 +41,19 @@ def test_files_are_called_in_turns_and_both_sizes_are_those_on_disk(result):
     assert found.quantized_file > 0 < found.float_file and min(found.float_ms, found.quantized_ms) > 0
     assert result.report.speed["ratio"] == found.ratio and "ms quantized" in str(found)
     devices = [Counted(), Counted()]
-    used, clock = timing._alternate(devices, [], 0)
+    used, clock = timing.alternate(devices, [], 0)
     assert result.time(seconds=0).batch == 8  # the calibration data
     assert [d.calls for d in devices] == [timing.WARM_UP_CALLS + timing.LEAST_PAIRS] * 2
     assert {len(t) for t in (*used, *clock)} == {timing.LEAST_PAIRS}
 
 
 def test_a_file_that_is_not_faster_is_a_warning_of_the_report(result, monkeypatch):
-    monkeypatch.setattr(timing, "_alternate", lambda *given: ([[1.0, 1.0], [1.5, 1.6]], [[1.0, 1.0], [2.0, 2.0]]))
+    monkeypatch.setattr(timing, "alternate", lambda *given: ([[1.0, 1.0], [1.5, 1.6]], [[1.0, 1.0], [2.0, 2.0]]))
     found = result.time(torch.randn(4, 3, 8, 8))
     assert found.ratio == pytest.approx(1.55) and (found.float_wall_ms, found.quantized_wall_ms) == (1, 2)
     what = "the quantized file is 1.55 times as slow as the float one on onnxruntime and this processor"
     assert found.warnings == [what] and what in result.report.warnings
-    monkeypatch.setattr(timing, "_alternate", lambda *given: ([[1.0], [0.5]], [[1.0], [0.5]]))
+    monkeypatch.setattr(timing, "alternate", lambda *given: ([[1.0], [0.5]], [[1.0], [0.5]]))
     assert result.time(torch.randn(4, 3, 8, 8)).warnings == []
 
 

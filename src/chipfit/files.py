@@ -390,7 +390,7 @@ def _typed(
 # ----------------------------------------------------------------------------------------------- archives
 
 #: an archive is refused if its content is larger than this [bytes] and than this multiple of the file's size
-_LARGE, _RATIO = 1 << 30, 200
+LARGE, _RATIO = 1 << 30, 200
 #: JSON escapes of surrogates: halves of a character, which may lack the other half
 _SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")
 #: errors from reading an archive that is damaged, truncated, or compressed in an unknown way
@@ -412,7 +412,7 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
     try:
         if links or outside or len(set(names)) < len(names):
             raise ValueError(f"it holds links, paths outside or a name twice: {', '.join((links + outside)[:4])}")
-        if size > max(_LARGE, _RATIO * Path(path).stat().st_size):
+        if size > max(LARGE, _RATIO * Path(path).stat().st_size):
             raise ValueError(f"its content would take {size} bytes")
     except (ValueError, OSError):
         archive.close()
@@ -473,8 +473,8 @@ def existing_file(given: Any, failure: type[ChipfitError], what: str) -> Path:
 def check_not_sparse(path: Path, found: os.stat_result, failure: type[ChipfitError]) -> None:
     """Refuse a large file that takes little room on the disk, which would fill the memory with zeros."""
     held = 512 * getattr(found, "st_blocks", found.st_size)  # Windows has no count of blocks
-    if found.st_size > max(_LARGE, _RATIO * held):
-        got, allowed = f"{found.st_size} bytes, of which the disk holds {held}", f"{_LARGE} bytes of zeros"
+    if found.st_size > max(LARGE, _RATIO * held):
+        got, allowed = f"{found.st_size} bytes, of which the disk holds {held}", f"{LARGE} bytes of zeros"
         raise failure("The file is sparse: it has almost no content", where=str(path), got=got, allowed=allowed)
 
 

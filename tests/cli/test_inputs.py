@@ -350,7 +350,7 @@ def link(name):
 @pytest.mark.parametrize("write", ARCHIVES.values(), ids=ARCHIVES)
 def test_an_archive_holds_plain_files_inside_it(tmp_path, monkeypatch, suffix, write):
     pytest.importorskip({"pt2": "torch"}.get(suffix, suffix))
-    monkeypatch.setattr(files, "_LARGE", 1 << 16)  # so that the bomb is a small one
+    monkeypatch.setattr(files, "LARGE", 1 << 16)  # so that the bomb is a small one
     path = tmp_path / f"model.{suffix}"
     with zipfile.ZipFile(path, "w") as z:
         write(z)

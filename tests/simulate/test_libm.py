@@ -19,10 +19,10 @@ def no_library(monkeypatch, request):
     def refused(name):
         raise request.param
 
-    module._function.cache_clear()
+    module.function_of.cache_clear()
     monkeypatch.setattr(ctypes, "CDLL", refused)
     yield
-    module._function.cache_clear()
+    module.function_of.cache_clear()
 
 
 def true(name):

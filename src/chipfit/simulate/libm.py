@@ -8,7 +8,7 @@ import torch
 
 
 @cache
-def _function(name: str) -> Callable[[float], float] | None:
+def function_of(name: str) -> Callable[[float], float] | None:
     """Return the function of this process's C library; None if it exports none (Windows)."""
     try:
         f = getattr(ctypes.CDLL(None), f"{name}f")
@@ -24,7 +24,7 @@ def libm(name: str, x: torch.Tensor) -> torch.Tensor:
 
     Without a C library, return the float32 nearest to the true result: the library's differs by one unit at most.
     """
-    f = _function(name)
+    f = function_of(name)
     if f is None:
         module = torch.special if name == "erfc" else torch
         exact: torch.Tensor = getattr(module, name)(x.double())

@@ -114,7 +114,7 @@ def measure(
         files = {k: export(graph, p, Path(folder) / f"{k}{suffix}", platform) for k, p in plans.items()}
         devices = {k: found.thing(file) for k, file in files.items()}
         sizes = {f"{k}_file": file.stat().st_size for k, file in files.items()}
-        cpu_times, clock_times = _alternate(list(devices.values()), inputs, seconds)
+        cpu_times, clock_times = alternate(list(devices.values()), inputs, seconds)
     medians: dict[str, Any] = {f"{k}_ms": statistics.median(t) for k, t in zip(devices, cpu_times)}
     medians |= sizes | {f"{k}_wall_ms": statistics.median(t) for k, t in zip(devices, clock_times)}
     ratio = statistics.median(q / max(f, 1e-6) for f, q in zip(*cpu_times, strict=True))
@@ -122,7 +122,7 @@ def measure(
     return Timing(runtime=name, batch=batch, pairs=len(cpu_times[0]), ratio=ratio, operators=work, **medians)
 
 
-def _alternate(
+def alternate(
     devices: Sequence[Any], inputs: Sequence[np.ndarray], seconds: float
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Call two devices in turns, and return the processor times and times on the clock of each [ms].

@@ -361,8 +361,8 @@ def test_a_file_that_is_given_integers_is_verified_from_floats(float_file, tmp_p
 
 def test_outputs_of_the_file_itself_are_compared_too(quantized, monkeypatch):
     """A negative control: the optimised form is another network than the file."""
-    other = quantized_files._optimised(onnx.load(quantized("static", "QOperator u8u8")), "")
-    monkeypatch.setattr(quantized_files, "_optimised", lambda *a: other)
+    other = quantized_files.optimised_by_runtime(onnx.load(quantized("static", "QOperator u8u8")), "")
+    monkeypatch.setattr(quantized_files, "optimised_by_runtime", lambda *a: other)
     found = chipfit.verify_file(quantized("static", "u8s8"), [torch.from_numpy(IMAGES[:2])])
     assert found.verdict == "departs" and "in a plain session the file's outputs differ" in found.departures[0]
 

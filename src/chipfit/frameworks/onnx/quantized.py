@@ -76,7 +76,7 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     if not (given.made or given.constants or given.given):
         hint = "chipfit.quantize(file, data) quantizes a float file"
         raise CaptureError("The file is not quantized", where=model.where, hint=hint)
-    optimised = _with_own_constants(_optimised(source, model.where), given.constants)
+    optimised = _with_own_constants(optimised_by_runtime(source, model.where), given.constants)
     names = {n.name: n.output[0] for n in source.graph.node if n.name and n.output}
     form = Expansion(optimised, model.where, names).run()
     optimised.graph.node.extend(form.returned)
@@ -99,7 +99,7 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     return QuantizedFile(graph, plan, content, source.SerializeToString())
 
 
-def _optimised(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
+def optimised_by_runtime(source: onnx.ModelProto, where: str) -> onnx.ModelProto:
     """Return a model as ONNX Runtime runs it, before the layout of images is changed.
 
     Raises:
