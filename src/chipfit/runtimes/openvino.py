@@ -18,7 +18,8 @@ from chipfit.runtimes.onnxruntime import input_sizes, read, saturates
 if TYPE_CHECKING:
     from chipfit.platform.schema import Platform
 
-_LACKING = "No conversion rule found for operations"  #: in the line of a message that names them
+#: in the lines of a message that name operators
+_LACKING = "No conversion rule found for operations", "Conversion is failed for"
 #: float layers stay in float32: they would run in bfloat16 on CPUs that have it
 _OPTIONS = {"INFERENCE_PRECISION_HINT": "f32"}
 
@@ -54,6 +55,18 @@ class OpenVino:
         self._more: list[tuple[Any, list[_Tap]]] = []
         for taps in _in_sessions(model, [t for t in dict.fromkeys(tensors) if t not in self.outputs]):
             self._more.append((self._compiled(model, [*self.outputs, *(t.read for t in taps)]), taps))
+
+    @staticmethod
+    def open(path: Path) -> None:
+        """Read and compile a file, without running it.
+
+        Raises:
+            RuntimeUnavailable: OpenVINO refuses the file.
+        """
+        try:
+            _core().compile_model(str(path), "CPU", _OPTIONS)
+        except RuntimeError as e:
+            raise RuntimeUnavailable(f"OpenVINO refuses the file: {_reason(e)}", where=str(path)) from e
 
     def _compiled(self, model: Any, outputs: Sequence[str]) -> Any:
         """Return the model, with these outputs, compiled for the CPU."""
@@ -116,7 +129,7 @@ def _core() -> Any:
 def _reason(e: Exception) -> str:
     """Return the line of a message that names operators, or the first one that is not a place in OpenVINO's source."""
     lines = [line.strip() for line in str(e).splitlines() if line.strip()]
-    lines = [line.removeprefix("-- ") for line in lines if _LACKING in line] or lines
+    lines = [line.removeprefix("-- ") for line in lines if any(x in line for x in _LACKING)] or lines
     return next((line for line in lines if not line.startswith("Exception from")), first_line(e))
 
 
