@@ -95,7 +95,7 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/torch/capture.py:export",
     "frameworks/onnx/model.py:opened",
     "frameworks/onnx/model.py:proto",
-    "frameworks/onnx/quantized.py:_optimised",
+    "frameworks/onnx/quantized.py:optimised_by_runtime",
     "frameworks/onnx/runtime.py:_reference",
     "frameworks/onnx/runtime.py:_session_of",
     "frameworks/onnx/runtime.py:run_flat",
