@@ -295,9 +295,7 @@ def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> D
         if t.role == "activation" and t.low is not None and t.high is not None
     }
     d = refuse_all_float(decide(replace(d, stats={**remembered, **d.stats})))
-    before, now = (
-        {t: group for group in ties for t in group} for ties in (plan.ties, tie_groups(d.assignment.constraints))
-    )
+    before, now = ({t: g for g in ties for t in g} for ties in (plan.ties, tie_groups(d.assignment.constraints)))
     keep = {k: t for k, t in plan.tensors.items() if before.get(k) == now.get(k) and not scales.is_ruled(t)}
     return choose_scales(d if batches is None else with_declared_statistics(d, batches), keep=keep)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from chipfit import adaptation, steps
 from chipfit.adaptation import statistics_needed, with_statistics
-from chipfit.calibration.data import SizeMismatch
+from chipfit.calibration.data import SizeMismatch, add_states
 from chipfit.calibration.data_checks import check_input_scale, check_sample_count
 from chipfit.calibration.progress import Progress
 from chipfit.calibration.sample_fingerprints import SampleHashes
@@ -25,7 +25,7 @@ from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.engine.trees import with_states
 from chipfit.errors import Interrupted, interruption_note
 from chipfit.export.tflite import footprint
-from chipfit.frameworks import check, load_model
+from chipfit.frameworks import adapter_of, check, framework_of, load_model
 from chipfit.plan.training import Training
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
@@ -108,10 +108,11 @@ def quantize(
     by = "mse" if rule is None else rule
     rules = statistics.RangeRules(rule=by, weight_rule=weight_rule, z_threshold=z_threshold)
     check_options(settings, rules, limits, seed)
-    trained_by, source = Training.of(training), CalibrationData(data, example)
+    trained_by, network = Training.of(training), load_model(model)
+    steps_of = adapter_of(framework_of(network)).steps(network)
     request = Request(
-        model=load_model(model),
-        data=source,
+        model=network,
+        data=CalibrationData(add_states(data, steps_of), example),
         limits=limits,
         training=trained_by,
         states=tuple(states),

@@ -72,10 +72,8 @@ class _WithSignature(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The signature that help() and editors show."""
-        make = inspect.Parameter
-        return inspect.Signature(
-            [make(s.name, make.KEYWORD_ONLY, default=s.default) for s in known_settings().values()]
-        )
+        new = inspect.Parameter
+        return inspect.Signature([new(s.name, new.KEYWORD_ONLY, default=s.default) for s in known_settings().values()])
 
 
 class Settings(metaclass=_WithSignature):

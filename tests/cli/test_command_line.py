@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 import chipfit
@@ -19,6 +21,7 @@ from chipfit.platform.load import names
 from tests.build import command
 
 MINE = "tests.cli.mine"
+MISTAKES = Path(__file__).with_name("mistakes.yaml")
 
 
 def succeed(*args: str) -> str:
@@ -151,31 +154,7 @@ def test_platforms_check_reports_every_problem_with_its_line(folder, panels):
     assert "bad.yaml:2, key formatz" in shown and "bad.yaml:4, key platz" in shown
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ("quantize nothing.pt2 --data d.npz", "does not exist"),
-        ("verify nothing --data d.npz", "does not exist"),
-        ("compare d.npy d.npz", "Try: d.npz"),
-        ("quantize nomodule:net --data d.npz", "cannot be imported"),
-        ("quantize what --data d.npz", "module:factory"),
-        ("quantize MOD:net --data missing.npz", "cannot be read"),
-        ("quantize MOD:net --data d.npz --platform ort", "There is no platform"),
-        ("quantize MOD:net --data d.npz --bits 0:4", "LAYER=BITS"),
-        ("quantize nomodule:net --data d.npz --format tflite", "'ort_cpu' cannot use a .tflite file"),
-        ("quantize nomodule:net --data d.npz --format onxn", "no file format named '.onxn'"),
-        ("lint MOD:net --input-shape 1,x", "positive integers"),
-        ("verify nowhere --data d.npz", "nowhere"),
-        ("quantize MOD:net --data dnpz", "Try: d.npz"),
-        ("quantize MOD:net --data d.npz --mean 0.5", "--mean is for a folder of images"),
-        ("prune MOD:net --data d.npz --limit bobs=70%", "'bops'"),
-        ("quantize nomodule:net --data d.npz --config dd.npz", "The file of --config cannot be read"),
-        ("quantize nomodule:net --data d.npz --labels d.np", "Try: d.npz"),
-        ("bench run d.np", "Try: d.npz"),
-        ("demo --out d.npz/x", "The folder cannot be written"),
-        ("verify d.npz --data d.npz --report found.pdf", "The form of the report"),
-    ],
-)
+@pytest.mark.parametrize(("args", "words"), yaml.safe_load(MISTAKES.read_text()).items())
 def test_a_mistake_is_a_typed_error(folder, args, words):
     assert words in fail(*args.replace("MOD", MINE).split())
 

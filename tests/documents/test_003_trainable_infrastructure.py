@@ -297,9 +297,7 @@ def test_disabled_quantizers_leave_tensors_as_they_are():
     assert ti.PytorchActivationQuantizationHolder(ti.PytorchActivationQuantizer(off))(x) is x
 
 
-@pytest.mark.parametrize(
-    ("given", "least", "used"), [(1e-6, 2.0**-16, 2.0**-16), (1e-6, 0, 1e-6), (0.5, 2.0**-16, 0.5)]
-)
+@pytest.mark.parametrize("given, least, used", [(1e-6, 2.0**-16, 2.0**-16), (1e-6, 0, 1e-6), (0.5, 2.0**-16, 0.5)])
 def test_thresholds_are_at_least_the_minimum(given, least, used):
     assert MIN_THRESHOLD == 2**-16
     config = edited(WEIGHTS, weights_quantization_params={THRESHOLD: given}, min_threshold=least)

@@ -67,11 +67,9 @@ class TfLite:
         one.buffer, other.buffer = other.buffer, one.buffer
 
     def save(self) -> None:
-        import flatbuffers
+        from chipfit.frameworks.tflite.variables import packed
 
-        builder = flatbuffers.Builder(1024)
-        builder.Finish(self.model.Pack(builder), file_identifier=b"TFL3")
-        self.path.write_bytes(bytes(builder.Output()))
+        self.path.write_bytes(packed(self.model))
 
 
 class Pte:

@@ -238,9 +238,7 @@ def test_a_value_that_shares_the_grid_of_a_larger_one_is_reported():
     warned = [n for n in quantized(model, DATA, "tflite_int8").plan.rewrites if "levels on the grid" in n]
     assert len(warned) == 1 and warned[0].startswith("warning: 'conv2d' keeps ")
     assert "on the grid that it shares with larger values" in warned[0]
-    assert not any(
-        "levels on the grid" in n for n in quantized(model, DATA, "ort_cpu").plan.rewrites
-    )  # nothing is tied
+    assert not any("levels on the grid" in n for n in quantized(model, DATA, "ort_cpu").plan.rewrites)  # no tie
 
 
 # ---------------------------------------------------------------- what weighs outputs

@@ -73,6 +73,8 @@ def test_sizes_of_images_stay_open():
 def test_others_stay_and_are_computed_in_float(how):
     model = sequential(nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 6, **STAY[how]), nn.Conv2d(6, 2, 1))
     assert operators(quantized(model, images())) == ["Conv2D", "TransposeConv2D", "Conv2D"]
+    runs = [chipfit.lint(model, images(), p).rows[1] for p in ("tflite_int8", "tflite_int16x8")]
+    assert {n.exec for n in runs} == {"float" if {"groups", "dilation"} & {how} else "int"}
 
 
 def test_a_chip_with_an_integer_kernel_keeps_it():

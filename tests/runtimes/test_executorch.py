@@ -103,9 +103,7 @@ def test_a_batch_norm_of_one_axis_that_no_layer_takes_runs_in_float():
 
 
 @pytest.mark.thinned(3)
-@pytest.mark.parametrize(
-    "how", [{}, {"bits": 4}, {"bits": 4, "per": "block"}], ids=["8 bits", "4 bits", "4-bit blocks"]
-)
+@pytest.mark.parametrize("how", [{}, {"bits": 4}, {"bits": 4, "per": "block"}], ids=["8 bits", "4 bits", "blocks"])
 def test_linear_layers_that_round_their_data_at_run_time_give_the_runtimes_numbers(how):
     net = sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32, bias=False))
     data = [torch.randn(8, 64) for _ in range(2)]

@@ -3,7 +3,6 @@
 import contextlib
 import json
 
-import flatbuffers
 import numpy as np
 import pytest
 import torch
@@ -13,18 +12,13 @@ from torch import nn
 from chipfit.errors import RuntimeUnavailable
 from chipfit.export.tflite.file import TYPES, File, Quantization
 from chipfit.export.tflite.writer import export_tflite
+from chipfit.frameworks.tflite.variables import packed
 from chipfit.frameworks.torch.capture import capture
 from chipfit.registry import lookup
 from chipfit.runtimes import dequantize_output, divided, join_parts, quantize_input
 from chipfit.runtimes.litert import LiteRt, LiteRtOptimized, LiteRtReference
 from tests.build import graph_of, model_of
 from tests.simulate.one_operator import Codes, one
-
-
-def packed(model) -> bytes:
-    builder = flatbuffers.Builder(1024)
-    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
-    return bytes(builder.Output())
 
 
 def changed(path, change):

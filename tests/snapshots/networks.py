@@ -298,9 +298,7 @@ NETWORKS = {
     "chain": Network(chain, overrides={"three": "float"}),
     "constants": Network(constants),
     "rows": Network(rows, exact=False, only=("ort_cpu",)),
-    "foreign": Network(
-        foreign, only=("ort_cpu", "imx500", "tflite_int8"), suffix=".tflite"
-    ),  # PyTorch's export is slow
+    "foreign": Network(foreign, only=("ort_cpu", "imx500", "tflite_int8"), suffix=".tflite"),  # torch's export is slow
 }
 
 

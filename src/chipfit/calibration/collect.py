@@ -276,9 +276,7 @@ class _Observer:
         self.stats = {name: TensorStats(name) for name in needs}
         self.hidden = {v: h for h in hidden_scores(graph) for v in h.values}
         #: LSTMs that keep their states, and what they read -> what it holds in this batch
-        self.lstms = {
-            n.name for n in graph.nodes if n.op == "LSTM" and n.outputs[-1] in needs and keeps_states(graph, n)
-        }
+        self.lstms = {n.name for n in graph if n.op == "LSTM" and n.outputs[-1] in needs and keeps_states(graph, n)}
         self.read = {i: torch.empty(0) for n in graph.nodes if n.name in self.lstms for i in graph.activations(n)}
         self.batch = 0
         self.valid: ValidTokens | None = None

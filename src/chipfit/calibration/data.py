@@ -79,18 +79,25 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 and single else iter(data)
 
 
+def add_states(data: Any, steps: Callable[[Iterable[Any]], Iterator[Any]] | None) -> Any:
+    """Return data with the states of a model of one step, which `Framework.steps` adds; None: it has no states."""
+    if steps is None:
+        return data
+    return steps(iterate(data)) if isinstance(data, Iterator) else lambda: steps(iterate(data))
+
+
 def _single_samples(batch: Any) -> Iterator[Any]:
-    """Yield the samples of a batch whose tensors have equally many rows; the batch itself if they have not."""
+    """Yield the samples of a batch whose tensors, but scalars, have equally many rows; the batch itself otherwise."""
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     batch = as_tensors(batch)
-    rows = {len(x) if x.dim() else 0 for x in tree_leaves(batch) if isinstance(x, torch.Tensor)}
+    rows = {len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()}
     if len(rows) != 1 or max(rows) < 2:
         yield batch
         return
 
     def row(k: int) -> Any:
-        return tree_map_only(torch.Tensor, lambda x: x[k : k + 1], batch)
+        return tree_map_only(torch.Tensor, lambda x: x[k : k + 1] if x.dim() else x, batch)
 
     yield from map(row, range(max(rows)))
 

@@ -328,8 +328,10 @@ def quantize(
     check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
+    from chipfit.calibration.data import add_states
     from chipfit.cli.choices import arguments, read_choices
     from chipfit.cli.inputs import generated_data, inputs_of, load_data, load_model, parse_bits, parse_limits
+    from chipfit.frameworks import adapter_of, framework_of
 
     # refuse before any work what cannot be written
     (suffix, form), io_options = _suffix(platform, wanted), _io_options(io, labels, keep_layout)
@@ -345,6 +347,7 @@ def quantize(
     batches = generated_data(data, network, input_size or SIDE, chosen["seed"], shape)
     if batches is None:
         batches = load_data(data, input_size, mean, std, **inputs_of(network))
+        batches = add_states(batches, adapter_of(framework_of(network)).steps(network))
     if stream:
         sequences = list(batches)
         step = chipfit.streaming(network, sequences[0])

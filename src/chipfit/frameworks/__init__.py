@@ -32,9 +32,7 @@ def framework_of(model: Any) -> str:
         hint = "save it with model.save('model.h5') and load that file with Keras 3"
         raise CaptureError("This is a model of Keras 2 (tf_keras)", got=got, allowed="Keras 3 or PyTorch", hint=hint)
     found = all_facts().items()
-    return next(
-        (name for name, facts in found if any(m.startswith(f"{p}.") for p in facts.packages for m in modules)), "torch"
-    )
+    return next((name for name, f in found if any(m.startswith(f"{p}.") for p in f.packages for m in modules)), "torch")
 
 
 def facts_of(framework: str) -> Facts:

@@ -8,7 +8,7 @@ Another one registers its adapter when the user imports it, as every addition do
         facts = Facts(title="Toy", packages=("toy",))
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -121,6 +121,10 @@ class Framework:
     def input_sizes(self, model: Any) -> dict[str, tuple[int | None, ...]]:
         """Return the declared sizes of a model's inputs by name, None for open ones; {} if they are unknown."""
         return {}
+
+    def steps(self, model: Any) -> Callable[[Iterable[Any]], Iterator[Any]] | None:
+        """Return a function that adds its states to batches of a model of one step; None for other models."""
+        return None
 
     def random_input(self, model: Any, index: int, sizes: Sequence[int]) -> torch.Tensor:
         """Return random numbers of the type of an input."""

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class QuantizedFile:
     given: bytes = b""  #: the file itself, where `content` is another network
     not_simulated: str = ""  #: why its integers are not compared with a simulation, if they are not
     runtime: str | None = None  #: the only runtime that has kernels for it, if not its platform's
+    steps: Any = None  #: see `Framework.steps`
 
 
 def stored_as(

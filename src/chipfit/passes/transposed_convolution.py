@@ -31,8 +31,8 @@ def transposed_convolution(graph: Graph, in_integers: Test) -> Rewritten:
     graph, notes = graph.copy(), list[str]()
     of_images = [n for n in graph.nodes if n.op in TRANSPOSED and len(n.attrs["stride"]) == 2]
     for n in [n for n in of_images if is_linear(graph, n)]:
-        trial, dilated, turns = graph.copy(), set(n.attrs["dilation"]) != {1}, set(n.attrs["stride"]) == {1}
-        if Readers(graph).why_fixed(n) or (in_integers(graph, n) and not dilated):
+        trial, turns = graph.copy(), set(n.attrs["stride"]) == {1}
+        if Readers(graph).why_fixed(n) or in_integers(graph, n):
             continue
         made = _turned(trial, n) if turns else _replaced(trial, n) if _fits(graph, n) else []
         if made and all(in_integers(trial, m) for m in made):

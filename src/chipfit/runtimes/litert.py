@@ -346,8 +346,9 @@ def _with_outputs(
     raw: bytes, path: str, tensors: Sequence[str], block_scales: bool
 ) -> tuple[bytes, int, list[str], dict[str, Any]]:
     """Return the file with `tensors` as further outputs, the number of its own, the names of all, and the notes."""
-    import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
+
+    from chipfit.frameworks.tflite.variables import packed
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(raw, 0))
     graph = model.subgraphs[0]
@@ -390,6 +391,4 @@ def _with_outputs(
         name = graph.tensors[k].name.decode()
         name = kept.get(name, name) + ("/float" if n < len(own) and k in quantized else "")
         returned.append(f"{name}:{len(returned)}" if name in returned else name)
-    builder = flatbuffers.Builder(len(raw))
-    builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
-    return bytes(builder.Output()), len(own), returned, notes
+    return packed(model), len(own), returned, notes

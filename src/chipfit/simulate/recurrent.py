@@ -134,11 +134,9 @@ class _Lstm:
         self.tanh_of_cell = _curves(cell, 15 - self.bits)[1]
         clip = c.attrs.get("cell_clip")
         self.clip = int(min(clip / cell_scale, _HIGH)) if clip else None
-        samples, size = c.code().shape[0], c.code(self.r).shape[1]
+        count, size = c.code().shape[0], c.code(self.r).shape[1]
         given = [c.node.operand(k) for k in ("h", "c")]
-        self.h, self.c = (
-            torch.zeros(samples, size) if i is None else c.centred(i).expand(samples, size) for i in given
-        )
+        self.h, self.c = (torch.zeros(count, size) if i is None else c.centred(i).expand(count, size) for i in given)
         self.h, self.c = self.h.double(), self.c.long()
 
     def products(self, x: Tensor, weight: str, operand: str, bias: str | None) -> Tensor:

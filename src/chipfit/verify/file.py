@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.data import fixed_batch_of, iterate, split_label
+from chipfit.calibration.data import add_states, fixed_batch_of, iterate, split_label
 from chipfit.errors import CaptureError, RuntimeUnavailable, UnsupportedError, first_line
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
@@ -96,7 +96,7 @@ def verify_file(
         hint = "`chipfit explain` shows its formats; quantize it again (--requantize) for integers throughout"
         raise UnsupportedError(found.not_simulated, where=str(path), hint=hint)
     example = None if example is None else _in_numbers(example, found)
-    numbers = (_in_numbers(x, found) for x in iterate(data, fixed_batch_of(found.graph)))
+    numbers = (_in_numbers(x, found) for x in iterate(add_states(data, found.steps), fixed_batch_of(found.graph)))
     suffix = path_of(path, CaptureError).suffix
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)

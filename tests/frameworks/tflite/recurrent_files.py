@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import flatbuffers
 import numpy as np
 from ai_edge_litert import schema_py_generated as schema
+
+from chipfit.frameworks.tflite.variables import packed
 
 KINDS = {"f4": "FLOAT32", "i1": "INT8", "i2": "INT16", "i4": "INT32"}
 LSTM, SVDF = schema.BuiltinOperator.UNIDIRECTIONAL_SEQUENCE_LSTM, schema.BuiltinOperator.SVDF
@@ -43,9 +44,7 @@ class File:
         op.builtinOptionsType, op.builtinOptions = options_type, options
         graph.tensors, graph.operators, graph.inputs, graph.outputs = self.tensors, [op], [inputs[0]], [output]
         model.version, model.subgraphs, model.operatorCodes, model.buffers = 3, [graph], [code], self.buffers
-        builder = flatbuffers.Builder(1024)
-        builder.Finish(model.Pack(builder), file_identifier=b"TFL3")
-        return bytes(builder.Output())
+        return packed(model)
 
 
 def lstm_file(

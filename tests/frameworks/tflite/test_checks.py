@@ -7,13 +7,13 @@ import pytest
 import torch
 
 pytest.importorskip("ai_edge_litert")
-import flatbuffers
 from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.errors import CaptureError
 from chipfit.frameworks.tflite.adapter import Tflite
 from chipfit.frameworks.tflite.capture import capture
 from chipfit.frameworks.tflite.model import TfliteModel
+from chipfit.frameworks.tflite.variables import packed
 
 HUGE = 1 << 30
 #: type of NumPy -> type in a file
@@ -58,9 +58,7 @@ def file_of(kind, inputs, x=(1, 4), integers=False, **options):
         op.builtinOptionsType = getattr(schema.BuiltinOptions, f"{name}Options")
         for key, value in values.items():
             setattr(op.builtinOptions, key, value)
-    builder = flatbuffers.Builder(1024)
-    builder.Finish(model.Pack(builder), b"TFL3")
-    return bytes(builder.Output())
+    return packed(model)
 
 
 def refused(content, message):
@@ -106,9 +104,7 @@ def test_remainders_by_minus_one_are_refused_and_others_are_computed():
 def test_an_input_that_is_listed_twice_is_refused():
     table = schema.ModelT.InitFromPackedBuf(file_of("NEG", ["x"]), 0)
     table.subgraphs[0].inputs = np.array([0, 0], np.int32)
-    builder = flatbuffers.Builder(1024)
-    builder.Finish(table.Pack(builder), b"TFL3")
-    refused(bytes(builder.Output()), "'x' is an input of the network several times")
+    refused(packed(table), "'x' is an input of the network several times")
 
 
 def test_a_negative_radius_is_refused():

@@ -9,16 +9,16 @@ from torch import nn
 
 import chipfit
 from chipfit.errors import CaptureError, DataError, UnsupportedError
-from tests.build import sequential
+from tests.build import model_of, sequential
 from tests.frameworks.tflite.test_read import float_file, tensorflow_file
 
 pytest.importorskip("ai_edge_litert")
-import flatbuffers
 from ai_edge_litert import schema_py_generated as schema
 from ai_edge_litert.interpreter import Interpreter
 
 from chipfit.frameworks.tflite.model import TfliteModel
 from chipfit.frameworks.tflite.quantized import read_quantized
+from chipfit.frameworks.tflite.variables import packed
 from chipfit.platform.load import load
 from chipfit.verify import verify
 from chipfit.verify.file import read_quantized as read_file
@@ -117,9 +117,9 @@ def test_padding_of_a_file_is_computed_in_integers(converted):
     assert not [d for d in found.departures if "missing from the file" in d]
 
 
-def written(tmp_path, **options):
+def written(tmp_path, act=None, **options):
     torch.manual_seed(0)
-    model = sequential(nn.Conv2d(3, 6, 3, 2, 1), nn.ReLU6(), nn.Flatten(), nn.Linear(180, 4)).eval()
+    model = sequential(nn.Conv2d(3, 6, 3, 2, 1), act or nn.ReLU6(), nn.Flatten(), nn.Linear(180, 4)).eval()
     data = [torch.randn(8, 3, 12, 10) for _ in range(3)]
     result = chipfit.quantize(model, data, platform="tflite_int8", progress=False)
     return result.export(tmp_path / "m.tflite", **options), data[0].permute(0, 2, 3, 1)
@@ -129,9 +129,7 @@ def edited(file, change, path):
     """Write a file after a change of its main graph."""
     table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
     change(table.subgraphs[0])
-    builder = flatbuffers.Builder(1 << 16)
-    builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
-    path.write_bytes(builder.Output())
+    path.write_bytes(packed(table))
     return path
 
 
@@ -172,9 +170,24 @@ def test_a_linear_layer_may_read_images_without_a_reshape(tmp_path):
 
 
 @pytest.mark.parametrize("io", ["float", "int8"])
-def test_a_file_of_our_own_is_verified_without_its_result(tmp_path, io):
-    file, x = written(tmp_path, io=io)
-    assert chipfit.verify_file(file, [x]).exact
+@pytest.mark.parametrize("act", [nn.ReLU6(), model_of(lambda m, x: torch.atan(x))])  # of which one is a table
+def test_a_file_of_our_own_is_verified_without_its_result(tmp_path, act, io):
+    file, x = written(tmp_path, act, io=io)
+    found = chipfit.verify_file(file, [x])
+    assert found.exact and found.rows[-1].sqnr_db > 20
+
+
+def test_a_scalar_beside_samples_belongs_to_all_of_them(tmp_path):
+    tf = pytest.importorskip("tensorflow")
+    made = tf.function(lambda x, s: x @ kernel(6, 4) * s, input_signature=[tf.TensorSpec(d) for d in ((1, 6), ())])
+    converter = tf.lite.TFLiteConverter.from_concrete_functions([made.get_concrete_function()], tf.Module())
+    (tmp_path / "float.tflite").write_bytes(converter.convert())
+    model = chipfit.load_model(tmp_path / "float.tflite")
+    draws = {name: torch.randn(24, 6) if t.shape else torch.tensor(2.0) for name, t in zip(model.names, model.inputs)}
+    data = [tuple(draws.values())]
+    result = chipfit.quantize(model, data, "tflite_int8", progress=False)
+    assert result.verify(data).exact
+    assert chipfit.verify_file(result.export(tmp_path / "m.tflite"), data).exact
 
 
 def test_what_the_file_holds_is_shown(tmp_path):

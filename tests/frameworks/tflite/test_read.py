@@ -29,6 +29,7 @@ pytest.importorskip("ai_edge_litert")
 from chipfit.frameworks.tflite.capture import capture
 from chipfit.frameworks.tflite.model import TfliteModel
 from chipfit.frameworks.tflite.model import load as load_file
+from chipfit.frameworks.tflite.variables import packed
 
 OPERATORS = {k: v for k, v in CASES.items() if not v[2]}
 
@@ -398,15 +399,12 @@ def of_infinite_scale(table):
     ],
 )
 def test_tables_that_would_crash_litert_or_read_garbage_are_refused(path, damage, message):
-    import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
     table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(bytearray(path.read_bytes()), 0))
     damage(table)
-    builder = flatbuffers.Builder(1024)
-    builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
     with pytest.raises(CaptureError, match=message):
-        TfliteModel(bytes(builder.Output()))
+        TfliteModel(packed(table))
 
 
 def test_inputs_that_do_not_fit_are_refused_with_the_shapes_that_do(path):
@@ -428,7 +426,6 @@ def test_the_float_network_is_what_litert_computes(network, images, path):
 
 
 def test_weights_behind_the_tables_are_read_as_files_of_more_than_2_gb_have_them(network, images, path):
-    import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
     table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(path.read_bytes(), 0))
@@ -437,15 +434,10 @@ def test_weights_behind_the_tables_are_read_as_files_of_more_than_2_gb_have_them
     for b in moved:
         b.offset, b.size, b.data = 16, len(b.data), None
 
-    def packed():
-        builder = flatbuffers.Builder(1024)
-        builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
-        return bytes(builder.Output())
-
-    at = -(-len(packed()) // 16) * 16
+    at = -(-len(packed(table)) // 16) * 16
     for b, d in zip(moved, data, strict=True):
         b.offset, at = at, at + len(d)
-    start = packed()
+    start = packed(table)
     path.write_bytes(start + bytes(-len(start) % 16) + b"".join(data))
     graph = capture(load_file(path), [images[0]])
     got = run(graph, [images[0]], keep=graph.outputs)[graph.outputs[0]]

@@ -41,14 +41,12 @@ class MctqBuilder(OnnxBuilder):
             return super().weight(name, raw)
         if name not in self.after_quantizer:
             kept = name if all(name != value for value, _ in self.plan.float_edges) else f"{name}_rounded"
-            rounded = self.const(stored.round(w).numpy(), kept)
+            codes = self.const(stored.round(w).numpy(), kept)
             if self.plan.tensors[name].role != "bias":
                 kind, numbers, settings = weights_quantizer(name, stored, w.dim())
-                given = [rounded, *(self._constant(v) for v in numbers.values())]
-                rounded = self.op(
-                    f"Weights{kind}Quantizer@{_DOMAIN}", given, **settings, signed=1, mctq_version=VERSION
-                )
-            self.after_quantizer[name] = rounded
+                given = [codes, *(self._constant(v) for v in numbers.values())]
+                codes = self.op(f"Weights{kind}Quantizer@{_DOMAIN}", given, **settings, signed=1, mctq_version=VERSION)
+            self.after_quantizer[name] = codes
         return self.after_quantizer[name]
 
     def _constant(self, values: np.ndarray) -> str:

@@ -34,9 +34,7 @@ def read_back(path: Path) -> dict[str, FileTensor]:
                 raise malformed(f"a delegate has no value {number}")
             if hasattr(value.xvalueUnion, "quantParams"):
                 numbers = [_numbers(file, graphs[call], value)]
-                found[name if not k else f"{name}_{k}"] = FileTensor(
-                    _integers(file, call, graphs[call], value), numbers
-                )
+                found[f"{name}_{k}" if k else name] = FileTensor(_integers(file, call, graphs[call], value), numbers)
     return found
 
 

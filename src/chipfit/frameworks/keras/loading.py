@@ -33,9 +33,7 @@ _CLASSES = (
 #: modules whose functions a configuration may name
 _FUNCTIONS = "keras.activations", "keras.ops", "keras.src.activations", "keras.src.ops"
 #: where the classes of configurations without a module are
-_PLACES_OF_KERAS_2 = (
-    "keras keras.layers keras.initializers keras.regularizers keras.constraints keras.src.models".split()
-)
+_KERAS_2_HOMES = "keras keras.layers keras.initializers keras.regularizers keras.constraints keras.src.models".split()
 _KINDS = (
     *(keras.Layer, keras.Operation, keras.Initializer, keras.Regularizer, keras.constraints.Constraint),
     keras.losses.Loss,
@@ -93,7 +91,7 @@ def _check_entry(config: dict[str, Any]) -> None:
         allowed = allowed and any(callable(_loaded_attribute(place, name)) for place in places)
     else:
         given = [module] if module == "keras" or _is_below(module, _CLASSES) else []
-        places = _PLACES_OF_KERAS_2 if module is None else given
+        places = _KERAS_2_HOMES if module is None else given
         cls = next((c for p in places if (c := _loaded_attribute(p, name)) is not None), None)
         allowed = isinstance(cls, type) and issubclass(cls, _KINDS)
     if not allowed:

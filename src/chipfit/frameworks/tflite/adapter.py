@@ -34,6 +34,9 @@ class Tflite(Framework):
         made = [x if kind.is_floating_point else x.abs().to(kind) for x, kind in drawn]  # indices are not negative
         return made[0] if len(made) == 1 else tuple(made)
 
+    def steps(self, model: Any) -> Any:
+        return model.steps if model.states else None
+
     def run(self, model: Any, inputs: Any) -> Any:
         flat = list(inputs.values()) if isinstance(inputs, dict) else inputs
         return model(*flat) if isinstance(flat, (list, tuple)) else model(flat)

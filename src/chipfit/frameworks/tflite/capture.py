@@ -8,6 +8,7 @@ import torch
 
 import chipfit.frameworks.tflite.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.run import first_deviation
+from chipfit.engine.trees import with_states
 from chipfit.errors import CaptureError, UnsupportedError
 from chipfit.frameworks.tflite.model import Facts, TfliteModel
 from chipfit.frameworks.tflite.read import Reading
@@ -34,21 +35,23 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
         raise CaptureError(f"The control flow {loops[0]} has no reader", where=model.where, hint=hint)
     given = _inputs(model, args, kwargs or {})
     first = [x[: t.shape[0] if t.shape else 1] if x.dim() else x for t, x in zip(model.inputs, given, strict=True)]
-    two = [torch.cat((x[:1], x[-1:])) for x in given] if model.opens else []
+    two = [torch.cat((x[:1], x[-1:])) if x.dim() else x for x in given] if model.opens else []
     with model.session():  # which ends before weights are read, so that they are not in memory twice
         wanted = _run(model, first)
         facts = model.facts()
-        each = [_run(model, [x[k : k + 1] for x in two], model.streams and k > 0) for k in range(2 if two else 0)]
+        rows = [[x[k : k + 1] if x.dim() else x for x in two] for k in range(2 if two else 0)]
+        each = [_run(model, row, model.streams and k > 0) for k, row in enumerate(rows)]
     with model.content.opened():
         graph = (_opened(model, facts, two, each) if two else None) or _read(model, facts, open_batch=False)
-    if (rows := graph.shape(graph.inputs[0])[:1]) != (None,):
-        graph.notes.append(f"{FIXED_BATCH}: the file computes {rows[0] if rows else 1} samples together")
+    counts = [shape[0] for i in graph.inputs if (shape := graph.shape(i))]
+    if None not in counts:
+        graph.notes.append(f"{FIXED_BATCH}: the file computes {counts[0] if counts else 1} samples together")
     found = None if model.requantize else first_deviation(graph, first, wanted)
     if found is not None:
         what = "The graph that was read from the file computes something else than LiteRT"
         raise CaptureError(what, where=f"{model.where}, output '{found[0]}'", got=f"deviation {found[1]}")
     graph.example = tuple(given)
-    return graph
+    return with_states(graph, graph.inputs[len(given) - model.states :]) if model.states else graph
 
 
 def refuse_quantized(model: TfliteModel) -> None:
@@ -59,9 +62,7 @@ def refuse_quantized(model: TfliteModel) -> None:
     """
     if model.quantized and not model.requantize:
         what = f"The file is quantized already: {len(model.quantized)} of its {len(model.tensors)} tensors are integers"
-        hint = (
-            "give the float file; or chipfit.load_model(file, requantize=True) (--requantize), which keeps its losses"
-        )
+        hint = "give the float file; or chipfit.load_model(file, requantize=True) (--requantize), with its losses"
         raise CaptureError(what, where=model.where, got=f"for example '{model.quantized[0].name}'", hint=hint)
 
 
@@ -75,9 +76,7 @@ def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.
     given = given[: len(named)]  # without a label behind the inputs
     if len(given) != len(named) or not all(isinstance(x, torch.Tensor) for x in given):
         allowed = ", ".join(f"{t.name} {list(t.signature)}" for t in model.inputs)
-        raise CaptureError(
-            "The inputs do not fit the file", where=model.where, got=f"{len(given)} inputs", allowed=allowed
-        )
+        raise CaptureError("Inputs do not fit the file", where=model.where, got=f"{len(given)} inputs", allowed=allowed)
     out = []
     for t, x in zip(model.inputs, given, strict=True):
         fits = x.dim() == len(t.signature) and all(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from chipfit.files import existing_file
 from chipfit.frameworks.mapped_files import MappedFiles
 from chipfit.frameworks.quantized import dequantized
 from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_operators, check_tables
+from chipfit.frameworks.tflite.variables import packed, variables_to_inputs
 
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
 _OPERATORS = {code: name for name, code in vars(schema.BuiltinOperator).items() if isinstance(code, int)}
@@ -164,7 +165,12 @@ class TfliteModel:
             self._check_start()
             if (mended := self._with_axes_of_vectors()) is not None:
                 self.content = Content(mended)
-            with self.session() as interpreter:  # which checks all offsets
+            with self.session():  # which checks all offsets
+                table = self.table()
+                self.states = variables_to_inputs(table, where)  #: number of the last inputs that hold states
+                mended = packed(table) if self.states else None
+            self.content = self.content if mended is None else Content(mended)
+            with self.session() as interpreter:
                 self._read(self.table())
                 check_operators(self)
                 self._check_kernels(interpreter)
@@ -266,9 +272,9 @@ class TfliteModel:
 
     @property
     def opens(self) -> bool:
-        """The first axis of inputs may count any number of samples, computed one at a time."""
+        """The first axis of inputs but scalars may count any number of samples, computed one at a time."""
         major = any(o.kind == LSTM and o.option("timeMajor", False) for o in self.operators)
-        return all(t.shape[:1] == (1,) for t in self.inputs) and (self.streams or not major)
+        return {t.shape[:1] for t in self.inputs} - {()} == {(1,)} and (self.streams or not major)
 
     @property
     def unrunnable(self) -> str:
@@ -303,6 +309,22 @@ class TfliteModel:
             what = f"LiteRT cannot run the file: {first_line(e)}"
             raise CaptureError(what, where=self.where, got=f"inputs {given}") from e
 
+    def steps(self, data: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches with states, which start from zeros: without them, all samples are steps of one sequence."""
+        count = len(self.inputs) - self.states
+        states = [np.zeros(t.shape, np.float32) for t in self.inputs[count:]]
+        for batch in data:
+            named = [batch[n] for n in self.names if n in batch] if isinstance(batch, dict) else batch
+            given = list(named) if isinstance(named, (list, tuple)) else [named]
+            if len(given) < len(self.inputs):
+                seen = []
+                with self.session():
+                    for k in range(len(given[0])):
+                        seen.append(states)
+                        states = self.run([*(np.asarray(x[k : k + 1]) for x in given[:count]), *states])[-len(states) :]
+                given[count:count] = [torch.from_numpy(np.concatenate(xs)) for xs in zip(*seen, strict=True)]
+            yield tuple(given)
+
     def facts(self) -> Facts:
         """Return what the last run of this session shows."""
         found = {int(d["index"]): d["shape"] for d in self._interpreter.get_tensor_details()}
@@ -327,13 +349,15 @@ class TfliteModel:
 
     def run_batch(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the outputs for a batch of any size."""
-        count = max(len(a) for a in arrays)
-        fixed = [t.shape[0] if t.shape else 1 for t in self.inputs]
+        count = max((len(a) for a in arrays if a.ndim), default=1)
+        fixed = [t.shape[0] for t in self.inputs if t.shape]
         if any(t.signature[:1] == (-1,) for t in self.inputs) or len({*fixed}) != 1 or count == fixed[0]:
             return self.run(arrays)
         with self.session():
             starts = range(0, count, fixed[0])
-            parts = [self.run([a[k : k + fixed[0]] for a in arrays], self.streams and k > 0) for k in starts]
+            parts = [
+                self.run([a[k : k + fixed[0]] if a.ndim else a for a in arrays], self.streams and k > 0) for k in starts
+            ]
         return [np.concatenate(ys) for ys in zip(*parts, strict=True)]
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import flatbuffers
 import numpy as np
 import torch
 from ai_edge_litert import schema_py_generated as schema
@@ -18,6 +17,7 @@ from chipfit.errors import CaptureError, DataError
 from chipfit.frameworks.quantized import QuantizedFile, original_of, stored_as, tie_moved
 from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
+from chipfit.frameworks.tflite.variables import packed
 from chipfit.graph.check import check
 from chipfit.graph.ir import DYNAMIC, FIXED_BATCH, Graph, Node, Value
 from chipfit.passes.layout import LayoutChange, apply_layout, keep_constant_names
@@ -83,7 +83,8 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     copies = {copy: source for copy, (source, _) in moved.copies.items() if {copy, source} <= graph.weights.keys()}
     notes["joined"] |= {copy: [source] for copy, source in copies.items()}  # with other axes for some readers
     content, runtime = _named(model, names, notes), "tflm" if model.unrunnable else None
-    return QuantizedFile(graph, plan, content, not_simulated=_not_simulated(model), runtime=runtime)
+    steps = model.steps if model.states else None
+    return QuantizedFile(graph, plan, content, not_simulated=_not_simulated(model), runtime=runtime, steps=steps)
 
 
 def _not_simulated(model: TfliteModel) -> str:
@@ -120,11 +121,11 @@ def _is_separate(model: TfliteModel, graph: Graph) -> bool:
     """Return whether a graph with an open batch computes of two samples what it computes of each by itself."""
     floats = {k: w.float() if w.dtype == torch.float64 else w for k, w in graph.weights.items()}  # of biases
     graph, rng = replace(graph, weights=floats), torch.Generator().manual_seed(0)
-    two = [torch.rand(2, *(max(d, 1) for d in t.signature[1:]), generator=rng) for t in model.inputs]
+    two = [torch.rand([2, *t.shape[1:]][: len(t.shape)], generator=rng) for t in model.inputs]
     two = [(x * 256).to(getattr(torch, t.dtype)) for t, x in zip(model.inputs, two, strict=True)]
     try:
         with torch.inference_mode():
-            each = [run(graph, [x[k : k + 1] for x in two], keep=graph.outputs) for k in range(2)]
+            each = [run(graph, [x[k : k + 1] if x.dim() else x for x in two], keep=graph.outputs) for k in range(2)]
             want = [torch.cat([found[o] for found in each]) for o in graph.outputs]
     except (RuntimeError, LookupError, DataError):
         return False
@@ -286,6 +287,4 @@ def _named(model: TfliteModel, names: dict[int, str], notes: dict[str, Any]) -> 
         table.buffers.append(content)
         entry.name, entry.buffer = b"chipfit", len(table.buffers) - 1
         table.metadata = [*(m for m in table.metadata or () if m.name != b"chipfit"), entry]
-        builder = flatbuffers.Builder(len(model.content.everything()))
-        builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
-    return bytes(builder.Output())
+        return packed(table)

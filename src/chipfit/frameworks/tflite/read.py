@@ -175,6 +175,8 @@ def _results(call: "Call") -> list[Value]:
     kind = call.op.kind
     if kind in READERS:
         found = READERS[kind](call)
+    elif kind in ATTRIBUTES:
+        found = call.emit(call.canonical, [call.operand(0)], **ATTRIBUTES[kind](call))
     elif kind in PLAIN:
         found = call.emit(call.canonical, [call.operand(k) for k in range(len(call.op.inputs))])
     else:
@@ -192,11 +194,9 @@ def _read_by(op: Operator) -> list[int]:
 
 
 _SOURCE = "start from the model that the file was converted from"
-_VARIABLES = f"{_SOURCE}, without streaming; chipfit.streaming makes its states inputs and outputs"
 #: operator without a reader -> the hint of the error
 _WITHOUT = {
     "TFLite_Detection_PostProcess": f"{_SOURCE}, up to boxes and scores; the boxes are selected behind the network",
-    **dict.fromkeys(("VAR_HANDLE", "READ_VARIABLE", "ASSIGN_VARIABLE", "CALL_ONCE"), _VARIABLES),
     "RFFT2D": f"{_SOURCE}, behind its Fourier transform; give it spectra",
 }
 
@@ -321,6 +321,17 @@ class Call:
     def static(self, shape: Sequence[int | None] | None = None) -> tuple[int, ...]:
         """Return a shape, by default that of the result, as attribute of a Reshape: -1 where a size is open."""
         return tuple(-1 if d is None else d for d in (self.shape() if shape is None else shape))
+
+
+#: operators of one operand -> attributes of the canonical operator
+ATTRIBUTES: dict[str, Callable[[Call], dict[str, Any]]] = {
+    "LEAKY_RELU": lambda c: {"negative_slope": float(c.option("alpha", 0.0))},
+    "ELU": lambda c: {"alpha": 1.0},
+    "GELU": lambda c: {"approximate": "tanh" if c.option("approximate", False) else "none"},
+    "TRANSPOSE": lambda c: {"perm": c.integers(1)},
+    "TILE": lambda c: {"repeats": c.integers(1)},
+    "BROADCAST_TO": lambda c: {"shape": c.static()},
+}
 
 
 # ---------------------------------------------------------------- operators with weights
@@ -461,21 +472,6 @@ def _clamp(c: Call) -> Value:
     return c.emit("Clamp", [c.value(0)], min=-1.0 if c.op.kind == "RELU_N1_TO_1" else 0.0, max=1.0)
 
 
-@reads("LEAKY_RELU")
-def _leaky_relu(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], negative_slope=float(c.option("alpha", 0.0)))
-
-
-@reads("ELU")
-def _elu(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], alpha=1.0)
-
-
-@reads("GELU")
-def _gelu(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], approximate="tanh" if c.option("approximate", False) else "none")
-
-
 @reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")
 def _softmax(c: Call) -> Value:
     x = c.operand(0)
@@ -507,7 +503,12 @@ def _add_n(c: Call) -> Value:
 
 @reads("CAST")
 def _cast(c: Call) -> Value:
-    return c.emit(c.canonical, [c.operand(0)], dtype=c.out[0].dtype)
+    """Read a cast; of a quantized tensor, as where tables are indexed, its integers: round(x / scale) + zero point."""
+    x, t = c.operand(0), c.tensor(0)
+    if t.scale is not None and c.out[0].scale is None:
+        for op, numbers in (("Div", t.scale), (OPERATORS["ROUND"], None), ("Add", t.zero.astype(np.float32).ravel())):
+            x = c.part(op, [x] if numbers is None else [x, c.added(numbers)], c.shape(), kind="float32").name
+    return c.emit(c.canonical, [x], dtype=c.out[0].dtype)
 
 
 @reads("SELECT SELECT_V2")
@@ -607,21 +608,6 @@ def _split(c: Call) -> list[Value]:
 @reads("RESHAPE SQUEEZE EXPAND_DIMS")
 def _reshape(c: Call) -> Value:
     return c.emit("Reshape", [c.value(0)], shape=c.static())
-
-
-@reads("TRANSPOSE")
-def _transpose(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], perm=c.integers(1))
-
-
-@reads("TILE")
-def _tile(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], repeats=c.integers(1))
-
-
-@reads("BROADCAST_TO")
-def _broadcast(c: Call) -> Value:
-    return c.emit(c.canonical, [c.value(0)], shape=c.static())
 
 
 @reads("STRIDED_SLICE SLICE")

@@ -8,20 +8,9 @@ from torch import nn
 from chipfit.errors import CaptureError, first_line, import_optional, raise_bug
 
 _TIMM = "timm:"
-#: end of the name of an architecture -> the class of transformers that loads it
-_HEADS = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForImageClassification": "AutoModelForImageClassification",
-    "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
-    "ForObjectDetection": "AutoModelForObjectDetection",
-    "ForAudioClassification": "AutoModelForAudioClassification",
-    "ForCTC": "AutoModelForCTC",
-}
+#: tasks of architectures, by which classes of transformers load them
+_TASKS = "SequenceClassification TokenClassification QuestionAnswering MaskedLM CausalLM ImageClassification "
+_TASKS += "SemanticSegmentation ObjectDetection AudioClassification CTC"
 
 
 def is_named(text: str) -> bool:
@@ -57,7 +46,8 @@ def _of_transformers(folder: str) -> Any:
     transformers = import_optional("transformers", "A folder of transformers", CaptureError, "transformers")
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     named = (config.architectures or [""])[0]
-    head = next((cls for end, cls in _HEADS.items() if named.endswith(end)), "AutoModel")
+    task = next((f"For{task}" for task in _TASKS.split() if named.endswith(f"For{task}")), "")
+    head = "AutoModel" + ("ForCausalLM" if named.endswith("LMHeadModel") else task)
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     model = getattr(transformers, head).from_pretrained(folder, config=config, **options)
     model.config.return_dict = False  # tuples, as captured programs have them
