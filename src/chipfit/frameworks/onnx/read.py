@@ -211,13 +211,40 @@ def _pad(c: OnnxCall) -> Any:
     pads, axes = present(c.integers("pads", 1)), c.integers("axes", 3)
     value = c.numbers("value", 2)
     modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
-    require(mode in modes)
+    require(mode in (*modes, "wrap"))
     pairs = [(0, 0)] * x.rank
     for k, axis in enumerate(range(x.rank) if axes is None else axes):
         pairs[axis % x.rank] = (pads[k], pads[k + len(pads) // 2])
     require(mode == "constant" or all(lo >= 0 and hi >= 0 for lo, hi in pairs))
+    if mode == "wrap":
+        return _wrapped(c, x, pairs)
     value = value[0] if isinstance(value, list) else value
     return c.emit("Pad", [x], padding=tuple(pairs), mode=modes[mode], value=float(value or 0))
+
+
+def _wrapped(c: OnnxCall, x: Operand, pairs: Sequence[tuple[int, int]]) -> Operand:
+    """Return an operand between what lies at the other ends of its axes."""
+    for axis, (low, high) in enumerate(pairs):
+        size = min(m.shape[axis] for m in x.metas)
+        require(low <= size and high <= size)
+        end = [c.step("Slice", [x], axis=axis, start=-low, end=None, step=1)] if low else []
+        start = [c.step("Slice", [x], axis=axis, start=0, end=high, step=1)] if high else []
+        x = c.step("Concat", [*end, x, *start], axis=axis) if low or high else x
+    return x
+
+
+@reads("Col2Im")
+def _col2im(c: OnnxCall) -> Any:
+    """Read columns [N, C kh kw, patches] as an image, of patches that do not overlap."""
+    x, image, kernel = c.operand(0), present(c.integers("", 1)), present(c.integers("", 2))
+    require(len(image) == 2 and tuple(c.attr("strides") or (1, 1)) == tuple(kernel))
+    require(not any(c.attr("pads") or ()) and {*(c.attr("dilations") or (1,))} == {1})
+    (h, w), (kh, kw) = image, kernel
+    require(h % kh == 0 and w % kw == 0)
+    channels = present(x.shape[1]) // (kh * kw)
+    split = [[m.shape[0], channels, kh, kw, h // kh, w // kw] for m in x.metas]
+    y = c.step("Transpose", [reshaped_step(c, x, split)], perm=(0, 1, 4, 2, 5, 3))
+    return _reshape_to(c, y, [[m.shape[0], channels, h, w] for m in x.metas])
 
 
 # ---------------------------------------------------------------- products
@@ -373,7 +400,7 @@ def _softmax(c: OnnxCall) -> Any:
     if c.opset >= 13 or axis % x.rank == x.rank - 1:
         return c.emit(op, [x], axis=axis)
     axis %= x.rank
-    flat = c.step("Reshape", [x], **_reshaped(c, x, [[*m.shape[:axis], m.shape[axis:].numel()] for m in x.metas])[1])
+    flat = reshaped_step(c, x, [[*m.shape[:axis], m.shape[axis:].numel()] for m in x.metas])
     y = c.step(op, [flat], axis=-1)
     return _reshape_to(c, y, [[*m.shape] for m in x.metas])
 
@@ -591,6 +618,14 @@ def _reshape_to(c: OnnxCall, x: Operand, sizes: Sequence[Sequence[int]]) -> Oper
     return c.emit("Reshape", operands, **attrs)
 
 
+def reshaped_step(c: OnnxCall, x: Operand, sizes: Sequence[Sequence[int]]) -> Operand:
+    """Return an operand in sizes by variant, as an intermediate value."""
+    if all(list(m.shape) == [*s] for m, s in zip(x.metas, sizes, strict=True)):
+        return x
+    operands, attrs = _reshaped(c, x, sizes)
+    return c.step("Reshape", operands, **attrs)
+
+
 def _reshaped(c: OnnxCall, x: Operand, sizes: Sequence[Sequence[int]]) -> tuple[list[Operand], dict[str, Any]]:
     """Return operands and attributes of a Reshape to sizes by variant.
 
@@ -665,8 +700,12 @@ def _slice(c: OnnxCall) -> Any:
     for k, (axis, step) in enumerate(zip(axes, steps, strict=True)):
         sizes = [m.shape[axis] for m in x.metas]
         start, end = (_end_of([e[k] for e in which], sizes) for which in (starts, ends))
-        require(step >= 0)
-        if (start, end, step) != (0, None, 1):
+        if step < 0:
+            require(len({*sizes}) == 1)
+            stop = None if present(end) < -sizes[0] else end  # below the first element, which is part of the result
+            backwards = np.arange(sizes[0])[start:stop:step]
+            x = c.step("Gather", [x, c.builder.constants([backwards])], axis=axis % x.rank)
+        elif (start, end, step) != (0, None, 1):
             todo.append({"axis": axis % x.rank, "start": start or 0, "end": end, "step": step})
     for k, attrs in enumerate(todo):
         x = c.emit("Slice", [x], **attrs) if k == len(todo) - 1 else c.step("Slice", [x], **attrs)
@@ -738,6 +777,23 @@ def _gather_nd(c: OnnxCall) -> Any:
     added = tuple(k for k in range(rank) if k not in axes)
     y = c.step("Unsqueeze", [x], axes=added) if added else x
     return _expand_to(c, y, [n.shape[:-1] for n in index.numbers])
+
+
+@reads("GatherND")
+def _gather_leading(c: OnnxCall) -> Any:
+    """Read indices of the first axis, or constant ones of several, as indices of these axes in one."""
+    x, index = c.operand(0), c.operand(1)
+    count = present(index.shape[-1])
+    require(not c.attr("batch_dims") and count)
+    if index.constant is not None and None not in x.shape[:count]:
+        sizes = np.array(x.shape[:count], int)
+        places = np.moveaxis(index.constant % sizes, -1, 0)
+        flat = c.builder.constants([np.ravel_multi_index(tuple(places), tuple(sizes))])
+        y = reshaped_step(c, x, [[int(sizes.prod()), *m.shape[count:]] for m in x.metas])
+    else:
+        require(count == 1)
+        flat, y = reshaped_step(c, index, [m.shape[:-1] for m in index.metas]), x
+    return c.emit("Gather", [y, flat], axis=0)
 
 
 def _counting(c: OnnxCall, numbers: Sequence[np.ndarray], k: int) -> int:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from onnx.reference import ReferenceEvaluator
 
+import chipfit.frameworks.onnx.einsum
 import chipfit.frameworks.onnx.recurrent
 import chipfit.frameworks.onnx.resize  # noqa: F401 -- registers readers
 from chipfit.errors import CaptureError, raise_bug, short_message
