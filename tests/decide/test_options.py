@@ -152,6 +152,10 @@ ITS_RESULT = "its result 'y' stays float: why"
         ({"choices": {"bits": "float"}, "use": ["float w8 a8"], "at": "both"}, "overrides keep its weights in float"),
         ({"choices": {"activation_bits": "float"}, "at": "both"}, "overrides keep its result in float"),
         ({"choices": {"activation_bits": "float"}, "use": ["float w8 a8"], "at": "both"}, ""),
+        (
+            {"weights": "xw", "use": ["d8 w8 float"]},
+            "its data 'x' are a constant, which no kernel quantizes at each call",
+        ),
         ({"ints": "y"}, "its result is not a float tensor"),
         ({"weights": ""}, "its weights are computed at run time"),
         ({"op": "Add", "weights": "xz"}, "all its inputs are constant"),

@@ -10,7 +10,7 @@ import chipfit
 from chipfit import Settings
 from chipfit.rounding.expected import expected_sqnr_db
 from tests.accelerators import moved
-from tests.build import graph_of, mlp, model_of, plan_of, quantized, randn, sequential, sqnr_db, stored
+from tests.build import graph_of, mlp, model_of, plan_of, quantized, randn, sequential, set_layer, sqnr_db, stored
 
 DATA = list(randn(64, 4, 8, 8, seed=1).split(16))
 NEW = randn(128, 4, 8, 8, seed=2)
@@ -87,6 +87,15 @@ def test_the_merit_is_the_signal_to_noise_ratio_of_the_simulation_on_the_data():
         result = quantized(model, DATA, settings=settings)
         merit = result.plan.provenance["merit"]
         assert merit["sqnr_db"] == pytest.approx(result_sqnr_db(result, model, torch.cat(DATA)), abs=0.1)
+
+
+def test_the_merit_counts_what_dynamic_quantization_loses():
+    scales = torch.tensor([1.0, 1.0, 1.0, 300.0])
+    model = set_layer(nn.Linear(4, 3), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)) / scales)
+    x = randn(64, 4) * scales
+    result = quantized(model, x, "ort_dynamic")
+    merit, measured = result.plan.provenance["merit"]["sqnr_db"], result_sqnr_db(result, model, x)
+    assert merit == pytest.approx(measured, abs=2) and merit < 20
 
 
 def test_data_that_are_read_once_are_measured_and_a_note_says_why_nothing_was_tried():

@@ -138,6 +138,8 @@ def _obstacle(
     for o in group.tail.outputs if static else ():
         if float_values.get(o, KEPT_BY_USER) != KEPT_BY_USER:
             return f"its result '{o}' stays float: {float_values[o]}"
+    if any(o.input_mode == "dynamic" for o in options) and graph.is_weight(group.head.data):
+        return f"its data '{group.head.data}' are a constant, which no kernel quantizes at each call"
     # an integer kernel reads and writes quantized values; elsewhere quantizers belong to the operators that write
     if platform.place.at != "outputs":
         for choice, what in (("bits", "weights"), ("activation_bits", "result")):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from chipfit.calibration.collect import valid_tokens
 from chipfit.calibration.data import Batch, Whole, no_data
+from chipfit.decide.insertions import without_insertions
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import Hook, done_after, run
 from chipfit.graph.ir import Graph, Node
@@ -113,7 +114,7 @@ class Reference:
 
     def __init__(self, graph: Graph, batches: Iterable[Batch], hook: Hook | None = None) -> None:
         self.graph, self.batches = graph, [inputs_on(graph.device, batch) for batch in batches]
-        there = placed(graph)
+        there = placed(without_insertions(graph))  # dynamic quantization is an error of the other networks
         with torch.inference_mode():
             self._wanted = [self._parts(run(there, batch, hook=hook), batch) for batch in self.batches]
 

@@ -1,6 +1,6 @@
 """The signal-to-noise ratio of the outputs that the bits of a plan explain."""
 
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import DYNAMIC, Graph
 from chipfit.plan.record import Plan
 from chipfit.quantizers.noise import decibels
 from chipfit.quantizers.stored import Stored
@@ -22,6 +22,8 @@ def expected_sqnr_db(graph: Graph, plan: Plan) -> float:
         weights = sum(_share(plan.stored(i)) for i in n.inputs if i in graph.weights and i != n.bias)
         for o in n.outputs:
             shares[o] = max(reads, default=0.0) + weights + _share(plan.stored(o))
+            if n.op == DYNAMIC:
+                shares[o] += _share_of(n.attrs["qmax"] - n.attrs["qmin"] + 1)
     return decibels(1.0, max((shares[o] for o in graph.outputs if o in shares and graph.is_float(o)), default=0.0))
 
 
@@ -29,4 +31,9 @@ def _share(stored: Stored | None) -> float:
     """Return the noise of a well spread tensor as a share of its power."""
     if stored is None:
         return 0.0
-    return (2 * _SPREAD / (stored.grid.qmax - stored.grid.qmin + 1)) ** 2 / 12 * (4 if stored.grid.pot else 1)
+    return _share_of(stored.grid.qmax - stored.grid.qmin + 1) * (4 if stored.grid.pot else 1)
+
+
+def _share_of(codes: int) -> float:
+    """Return the noise of a well spread tensor on a grid of so many codes, as a share of its power."""
+    return (2 * _SPREAD / codes) ** 2 / 12
