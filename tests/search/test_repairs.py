@@ -8,6 +8,7 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
+from chipfit.errors import UnsupportedError
 from chipfit.rounding.expected import expected_sqnr_db
 from tests.accelerators import moved
 from tests.build import graph_of, mlp, model_of, plan_of, quantized, randn, sequential, set_layer, sqnr_db, stored
@@ -145,6 +146,8 @@ def test_cheap_layers_that_need_more_than_8_bits_stay_in_float(forward, x, tmp_p
     loaded = chipfit.load(result.save(tmp_path / "saved"))
     floats = [{n for n, how in r.plan.nodes.items() if how.exec == "float"} for r in (result, loaded.edit({}))]
     assert floats[0] and floats[0] == floats[1] and result.verify([x]).exact
+    with pytest.raises(UnsupportedError, match="is not quantized with one scale.*repairs='off'"):
+        result.export(tmp_path / "net.tflite", io="int8")
 
 
 def test_the_same_call_repairs_in_the_same_way():

@@ -136,6 +136,8 @@ def _quantized_io(graph: Graph, plan: Plan, value: str, kind: str) -> QuantizedI
             lost = any(n.why == PARTS_ARE_LOST for n in plan.nodes.values())
             why = "accept that a part of it is lost" if lost else "keep sums that the model returns in integers"
             hint += f"; or {why}, with Settings(results='codes')"
+        elif plan.provenance.get("precise"):
+            hint += "; or keep no layer in float for its precision, with Settings(repairs='off')"
         raise UnsupportedError(f"'{value}' is not quantized with one scale", got=f"io: {kind}", hint=hint)
     if value in graph.inputs and plan.before_rounding({value}):
         readers = ", ".join(sorted(n for v, n in plan.float_edges if v == value)[:4])
