@@ -11,8 +11,11 @@ import chipfit
 from chipfit.errors import CaptureError, RuntimeUnavailable
 
 pytest.importorskip("ai_edge_litert")
+from ai_edge_litert import schema_py_generated as schema
+
 from chipfit.engine.run import run
 from chipfit.frameworks.tflite.capture import capture
+from chipfit.frameworks.tflite.variables import packed
 from chipfit.simulate.integer import simulate
 from chipfit.verify.file import read_quantized
 from tests.frameworks.tflite.recurrent_files import lstm_file, svdf_file
@@ -222,3 +225,16 @@ def test_variables_of_a_streaming_network_become_states(tmp_path, quantized):
     proof = chipfit.verify_file if quantized else chipfit.quantize(file, data, "tflite_int8", progress=False).verify
     found = proof(file, data) if quantized else proof(model.steps(data))
     assert found.exact and not found.float_ops and found.rows[-1].sqnr_db > 30
+    table = schema.ModelT.InitFromObj(schema.Model.GetRootAs(file.read_bytes(), 0))
+    step, first = table.subgraphs
+    start = table.buffers[first.tensors[first.operators[-1].inputs[1]].buffer]
+    zeros, start.data, broken = start.data, start.data + 1, tmp_path / "broken.tflite"
+    broken.write_bytes(packed(table))
+    with pytest.raises(CaptureError, match="does not start from zeros.*Got: [a-zA-Z]"):
+        chipfit.load_model(broken)
+    codes = [c.builtinCode for c in table.operatorCodes]
+    reads = [op for op in step.operators if codes[op.opcodeIndex] == schema.BuiltinOperator.READ_VARIABLE]
+    reads[0].inputs, start.data = step.inputs, zeros
+    broken.write_bytes(packed(table))
+    with pytest.raises(CaptureError, match="not a .tflite file that LiteRT can run"):
+        chipfit.load_model(broken)

@@ -174,7 +174,7 @@ class TfliteModel:
                 self._read(self.table())
                 check_operators(self)
                 self._check_kernels(interpreter)
-        except (ValueError, RuntimeError, IndexError, TypeError, AttributeError, struct.error) as e:
+        except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, struct.error) as e:
             what = "The file is not a .tflite file that LiteRT can run"
             hint = "a file with custom operators needs the program that registers them"
             raise CaptureError(what, where=where, got=first_line(e), hint=hint) from e

@@ -54,4 +54,6 @@ def _check_zeros(table: Any, graph: Any, where: str) -> None:
         zero = 0 if q is None or q.zeroPoint is None else int(q.zeroPoint[0])
         if data is None or (data != zero % 256).any():
             hint = "start from the model that the file was converted from"
-            raise CaptureError("A variable does not start from zeros", where=where, got=str(value.name), hint=hint)
+            raise CaptureError(
+                "A variable does not start from zeros", where=where, got=value.name.decode(errors="replace"), hint=hint
+            )
