@@ -19,7 +19,7 @@ from chipfit.report.advice import advice
 from chipfit.report.html import comparison_page, page
 from chipfit.report.terminal import render
 from tests.bench.test_board import runs
-from tests.build import quantized, sequential
+from tests.build import model_of, quantized, randn, sequential
 from tests.zoo import make
 
 
@@ -80,6 +80,20 @@ def test_the_report_is_data(result, tmp_path):
 
 
 # ---------------------------------------------------------------- words
+
+
+def test_hidden_scores_do_not_count_as_signal_or_noise():
+    """A report is JSON, which has no infinite numbers."""
+
+    def forward(m, x):
+        q, k, v = m.first(x).chunk(3, -1)
+        hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+        return m.last((q @ k.transpose(1, 2) / 3).masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+
+    model, x = model_of(forward, first=nn.Linear(8, 24), last=nn.Linear(8, 3)), randn(8, 6, 8)
+    result = quantized(model, x, "tflite_int8")
+    assert result.verify([x]).exact
+    json.dumps(result.report.to_dict(), allow_nan=False)
 
 
 def test_the_terminal_report_says_what_a_person_asks(result):

@@ -20,6 +20,11 @@ HIDES_IN_SOFTMAX = -32.0
 _ROOM = 2.0
 
 
+def is_visible(x: torch.Tensor) -> torch.Tensor:
+    """Return where numbers are values, of which float32 holds the squares; -inf and the least float only hide."""
+    return x.abs() < 1e18
+
+
 class HiddenScores(NamedTuple):
     """Scores of one operator, after selections that hide some."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from chipfit.graph.hidden_scores import is_visible
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
@@ -136,8 +137,9 @@ def _weights(graph: Graph, plan: Plan, node: Node) -> dict[str, Any]:
         text = stored.format
         if stored.grid.kind == "int":
             w = graph.weights[name].detach().float()
-            signal += float(w.square().sum())
-            noise += float((w - stored.round(w)).square().sum())
+            shown = is_visible(w)
+            signal += float(w[shown].square().sum())
+            noise += float((w - stored.round(w))[shown].square().sum())
     return {"weight_format": text, "weight_sqnr_db": decibels(signal, noise) if signal and noise else None}
 
 

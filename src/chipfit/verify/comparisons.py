@@ -10,6 +10,7 @@ from torch import Tensor
 
 from chipfit.export import FileTensor
 from chipfit.frameworks.quantized import original_of
+from chipfit.graph.hidden_scores import is_visible
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.quantizers.noise import decibels
@@ -93,7 +94,9 @@ class TensorComparison:
         self.end_to_end_elements += device.numel()
         self.differing += len(off)
         self.largest = max(self.largest, largest_difference(simulated, device, off))
-        error = floats - stored.dequantize(device)
+        shown = is_visible(floats)
+        error = (floats - stored.dequantize(device)).where(shown, 0.0)
+        floats = floats.where(shown, 0.0)
         self.signal += _energy(floats)
         self.noise += _energy(error)
         for k in () if labels is None else labels.unique().tolist():
