@@ -1,5 +1,6 @@
-"""An einsum of two operands as one matrix product between permutations."""
+"""Einsums of two operands: what becomes of their axes, and those that are one matrix product."""
 
+from collections.abc import Container
 from typing import NamedTuple
 
 Perm = tuple[int, ...]
@@ -13,6 +14,22 @@ class Product(NamedTuple):
     result: Perm  #: from [*batch, first, second]
 
 
+class Letters(NamedTuple):
+    """The letters of two operands, by what becomes of their axes."""
+
+    batch: list[str]  #: of both operands and kept
+    summed: list[str]  #: of both operands and summed over
+    first: list[str]  #: of the first operand alone
+    second: list[str]  #: of the second operand alone
+
+
+def letters_of(left: str, right: str, kept: Container[str]) -> Letters:
+    """Return the letters of two operands of an einsum, of which those in `kept` are axes of the result."""
+    both = [c for c in left if c in right]
+    batch, summed = [c for c in both if c in kept], [c for c in both if c not in kept]
+    return Letters(batch, summed, [c for c in left if c not in right], [c for c in right if c not in left])
+
+
 def as_product(equation: str) -> Product | None:
     """Return an einsum equation as a matrix product, None if it is not one.
 
@@ -23,9 +40,7 @@ def as_product(equation: str) -> Product | None:
     left, comma, right = ins.partition(",")
     if not (arrow and comma) or "." in ins or len({*right}) < len(right):  # one twice in `left` is counted below
         return None
-    batch = [c for c in left if c in right and c in result]
-    summed = [c for c in left if c in right and c not in result]
-    first, second = [c for c in left if c not in right], [c for c in right if c not in left]
+    batch, summed, first, second = letters_of(left, right, result)
     made = [*batch, *first, *second]
     if not len(summed) == len(first) == len(second) == 1 or sorted(result) != sorted(made):
         return None

@@ -7,6 +7,7 @@ from typing import Any
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.read import reads, reshaped_step
 from chipfit.frameworks.reading import require
+from chipfit.graph.einsum import letters_of
 
 
 @reads("Einsum")
@@ -24,8 +25,7 @@ def _einsum(c: OnnxCall) -> Any:
 def _contracted(c: OnnxCall, x: Operand, left: str, k: int, right: str, kept: set[str]) -> tuple[Operand, str]:
     """Return the product of an operand with the k-th, summed over letters that are not kept, and its letters."""
     y = c.operand(k)
-    batch, summed = ([n for n in left if n in right and (n in kept) == stays] for stays in (True, False))
-    first, second = [n for n in left if n not in right], [n for n in right if n not in left]
+    batch, summed, first, second = letters_of(left, right, kept)
     require(kept.issuperset([*first, *second]))
     sizes = [{**dict(zip(right, b.shape)), **dict(zip(left, a.shape))} for a, b in zip(x.metas, y.metas, strict=True)]
     made = [*batch, *first, *second]
