@@ -165,15 +165,15 @@ class TfliteModel:
             self._check_start()
             if (mended := self._with_axes_of_vectors()) is not None:
                 self.content = Content(mended)
-            with self.session():  # which checks all offsets
+            with self.session() as interpreter:  # which checks all offsets
                 table = self.table()
                 self.states = variables_to_inputs(table, where)  #: number of the last inputs that hold states
-                mended = packed(table) if self.states else None
-            self.content = self.content if mended is None else Content(mended)
-            with self.session() as interpreter:
-                self._read(self.table())
-                check_operators(self)
-                self._check_kernels(interpreter)
+                if not self.states:
+                    self._read_checked(table, interpreter)
+            if self.states:
+                self.content = Content(packed(table))
+                with self.session() as interpreter:
+                    self._read_checked(self.table(), interpreter)
         except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, struct.error) as e:
             what = "The file is not a .tflite file that LiteRT can run"
             hint = "a file with custom operators needs the program that registers them"
@@ -182,6 +182,11 @@ class TfliteModel:
     def __repr__(self) -> str:
         inputs = ", ".join(f"{t.name} {list(t.signature)}" for t in self.inputs)
         return f"<network of {self.where}, {len(self.operators)} operators, inputs {inputs}>"
+
+    def _read_checked(self, table: Any, interpreter: Any) -> None:
+        self._read(table)
+        check_operators(self)
+        self._check_kernels(interpreter)
 
     def _check_kernels(self, interpreter: Any) -> None:
         """Check that LiteRT has kernels for all operators, and that they take the sizes that the file has."""
