@@ -49,12 +49,12 @@ class OpenVino:
         """
         model = read(path)
         self.path, self.outputs = str(path), [o.name for o in model.graph.output]
-        self.model = self._compiled(model, self.outputs)
+        self.model = self._with_outputs(model, self.outputs)
         self.inputs = [i.get_any_name() for i in self.model.inputs]
         self._sizes = input_sizes(model, self.inputs)
         self._more: list[tuple[Any, list[_Tap]]] = []
         for taps in _in_sessions(model, [t for t in dict.fromkeys(tensors) if t not in self.outputs]):
-            self._more.append((self._compiled(model, [*self.outputs, *(t.read for t in taps)]), taps))
+            self._more.append((self._with_outputs(model, [*self.outputs, *(t.read for t in taps)]), taps))
 
     @staticmethod
     def open(path: Path) -> None:
@@ -63,12 +63,9 @@ class OpenVino:
         Raises:
             RuntimeUnavailable: OpenVINO refuses the file.
         """
-        try:
-            _core().compile_model(str(path), "CPU", _OPTIONS)
-        except RuntimeError as e:
-            raise RuntimeUnavailable(f"OpenVINO refuses the file: {_reason(e)}", where=str(path)) from e
+        _compiled(str(path), str(path))
 
-    def _compiled(self, model: Any, outputs: Sequence[str]) -> Any:
+    def _with_outputs(self, model: Any, outputs: Sequence[str]) -> Any:
         """Return the model, with these outputs, compiled for the CPU."""
         import onnx
 
@@ -77,11 +74,7 @@ class OpenVino:
         del cut.graph.output[:]
         known = {o.name: o for o in model.graph.output}
         cut.graph.output.extend(known.get(o, onnx.ValueInfoProto(name=o)) for o in outputs)
-        try:
-            core = _core()
-            return core.compile_model(core.read_model(cut.SerializeToString()), "CPU", _OPTIONS)
-        except RuntimeError as e:
-            raise RuntimeUnavailable(f"OpenVINO refuses the file: {_reason(e)}", where=self.path) from e
+        return _compiled(cut.SerializeToString(), self.path)
 
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
@@ -124,6 +117,18 @@ def _core() -> Any:
     import openvino
 
     return openvino.Core()
+
+
+def _compiled(source: str | bytes, where: str) -> Any:
+    """Return a model of a path or of the bytes of a file, compiled for the CPU.
+
+    Raises:
+        RuntimeUnavailable: OpenVINO refuses the file.
+    """
+    try:
+        return _core().compile_model(_core().read_model(source), "CPU", _OPTIONS)
+    except RuntimeError as e:
+        raise RuntimeUnavailable(f"OpenVINO refuses the file: {_reason(e)}", where=where) from e
 
 
 def _reason(e: Exception) -> str:
