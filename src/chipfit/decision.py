@@ -302,8 +302,8 @@ def redecide(d: Decision, plan: Plan, batches: steps.Batches | None = None) -> D
 
 def plan_of(d: Decision) -> Plan:
     """Return the plan of a decision whose scales are chosen."""
-    own: dict[str, Any] = {"integer_only": True if d.integers_only else None, "apart": list(d.apart) or None}
-    own["precise"] = to_record(d.precise) or None
+    only, apart, precise = True if d.integers_only else None, list(d.apart) or None, to_record(d.precise) or None
+    own: dict[str, Any] = {"integer_only": only, "apart": apart, "precise": precise}
     return Plan(
         platform=d.platform.name,
         tensors=dict(d.tensors),

@@ -204,7 +204,8 @@ def with_precise_layers(
                 other = redecide(replace(d, precise=(*d.precise, *suggestion.overrides.items())), plan).checked()
             except ChipfitError:  # the platform, or an override of the user, excludes it
                 continue
-            if any(plan.quantized(o) and not plan_of(other).quantized(o) for o in d.graph.outputs):
+            trial = plan_of(other)
+            if any(plan.quantized(o) and not trial.quantized(o) for o in d.graph.outputs):
                 continue  # whoever reads the file may count on integers
             after = measured(other, reference, rounded)
             if (now := after.errors.sqnr_db) >= was + GAIN_DB:

@@ -10,7 +10,7 @@ from chipfit.decision import Decision, plan_of, redecide
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
-from chipfit.rounding.compare import Reference
+from chipfit.rounding.compare import Reference, count_samples
 from chipfit.rounding.fisher import first_samples
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.screen.figures import BLUE, bars, drawn
@@ -159,7 +159,7 @@ def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch])
     """Return a sentence for each suggestion that the platform allows and that improves the outputs on these images."""
     reference, size, out = Reference(d.graph, images), resources(d.graph, plan).weights, []
     before, total = reference.loss(d.graph, plan), sum(v for _, v in found.ranked())
-    samples = sum(len(x[0]) if x[0].dim() else 1 for x in images)
+    samples = count_samples(images)
     for s in suggestions(found, d.graph):
         try:
             other = redecide(d.with_overrides(s.overrides), plan)

@@ -347,8 +347,7 @@ def _by_head(c: OnnxCall, x: Operand, heads: int) -> Operand:
     """Return [B, heads, L, size] of [B, L, heads * size]."""
     require(heads and not any(m.shape[2] % heads for m in x.metas))
     sizes = [[*m.shape[:2], heads, m.shape[2] // heads] for m in x.metas]
-    operands, attrs = _reshaped(c, x, sizes)
-    return c.step("Transpose", [c.step("Reshape", operands, **attrs)], perm=(0, 2, 1, 3))
+    return c.step("Transpose", [reshaped_step(c, x, sizes)], perm=(0, 2, 1, 3))
 
 
 @reads("BatchNormalization")
