@@ -1,9 +1,11 @@
 """`lint`: which operators would run in integers, before any data."""
 
+import pytest
 import torch
 from torch import nn
 
 import chipfit
+from chipfit.errors import UnsupportedError
 from chipfit.report.terminal import RUNS
 from tests.build import halves, mlp, model_of, quantized
 
@@ -49,3 +51,12 @@ def test_notes_name_batch_norms_as_the_model_does():
     model.add_module("norm", nn.BatchNorm2d(3))
     notes = chipfit.lint(model.eval(), torch.randn(2, 3, 4, 4), "tflite_int8").notes
     assert "batch norm 'norm' does not fold backwards: it follows Tanh, which has no weights" in notes
+
+
+def test_an_operator_without_a_form_in_the_only_file_of_a_platform_is_named_before_calibration(tmp_path):
+    model, x = model_of(lambda m, x: m.c(x).tan(), c=nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
+    notes = [chipfit.lint(model, x, p).notes for p in ("tflite_int8", "ort_cpu")]
+    assert [any("aten.tan.default 'tan' has no form" in n for n in found) for found in notes] == [True, False]
+    fit(model, [x], "ort_cpu").export(tmp_path / "m.onnx")
+    with pytest.raises(UnsupportedError, match="aten.tan.default 'tan'"):
+        fit(model, [x], "tflite_int8").export(tmp_path / "m.tflite")

@@ -21,6 +21,7 @@ from chipfit.correction.measured_bias import MeasuredBiases, Samples
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.constraints import tie_groups
+from chipfit.decide.file_forms import unwritable
 from chipfit.decide.formats import TooWide
 from chipfit.decide.insertions import narrowed, requantize, with_dynamic, without_insertions
 from chipfit.decide.integers_only import require_integers
@@ -160,6 +161,7 @@ def decide(d: Decision) -> Decision:
         d = _assigned(replace(d, graph=with_dynamic(d.graph, d.platform, d.assignment)))
     effects = unapplied_overrides(d.graph, d.assignment, d.all_overrides)
     effects += unmet_io_formats(d.graph, d.platform, d.assignment)
+    effects += unwritable(d.graph, d.platform, d.assignment)
     return replace(d, notes=(*d.notes, *insertions, *effects))
 
 

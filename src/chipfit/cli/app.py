@@ -241,7 +241,7 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> tuple[str, str | 
         UnsupportedError: the platform cannot use such a file.
     """
     from chipfit.export import declared_format
-    from chipfit.platform.show import writes
+    from chipfit.platform.support import writes
 
     own_files = writes(platform)
     if wanted is None:

@@ -346,7 +346,8 @@ def explained_file(plan: "Plan", chosen: Iterable["Node"] | None = None) -> Expl
 def platform_rows() -> list[PlatformRow]:
     """Return the built-in platforms."""
     from chipfit.platform.load import load, names
-    from chipfit.platform.show import first_choice, writes
+    from chipfit.platform.show import first_choice
+    from chipfit.platform.support import writes
 
     return [
         {

@@ -81,7 +81,7 @@ def needs_weight(op: str) -> bool:
 
 def resolve_node(platform: Platform, graph: Graph, node: Node, *, bits: int = 8) -> Resolved:
     """Return `resolve` for a node of a graph."""
-    return resolve(platform, node.op, facts(graph, node), bits=bits)
+    return resolve(platform, node.op, facts(graph, node), bits=bits, called=node.called)
 
 
 def runs_in_integers(platform: Platform, graph: Graph, node: Node) -> bool:
@@ -125,7 +125,7 @@ def names_operator(platform: Platform, graph: Graph, node: Node) -> bool:
     return rule is not None and covers(rule.match, words, everything=False)
 
 
-def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int = 8) -> Resolved:
+def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int = 8, called: str = "") -> Resolved:
     """Return the rule that governs an operator on a platform: the first that names it and whose conditions hold.
 
     Operator sets that contain this very layer, by a condition on its attributes, go before rules for its operator;
@@ -135,6 +135,7 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
         op: canonical operator.
         attrs: its attributes and what follows from shapes (`facts`).
         bits: activation bits, which gates may test.
+        called: the user's name for the operator, if it has no canonical one.
     """
     if op == DYNAMIC:  # part of the kernel that reads its result
         return Resolved(None, (), (), "float", "its range is found each time it runs")
@@ -163,7 +164,9 @@ def resolve(platform: Platform, op: str, attrs: Mapping[str, Any], *, bits: int 
                 return Resolved(rule, options, tuple(constraints), rule.how, why, notes)
     on_cpu = ", which the CPU computes" if platform.unlisted == "cpu" else ""
     how: Exec = "follow" if platform.unlisted == "follow" else "float"
-    return Resolved(None, (), tuple(constraints), how, why or f"'{platform.name}' lists no rule for {op}{on_cpu}")
+    return Resolved(
+        None, (), tuple(constraints), how, why or f"'{platform.name}' lists no rule for {called or op}{on_cpu}"
+    )
 
 
 def _options(platform: Platform, op: str, rule: OpRule, bits: int) -> tuple[tuple[Option, ...], str]:

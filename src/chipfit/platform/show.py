@@ -10,8 +10,7 @@ from rich.table import Column, Table
 
 from chipfit.platform.load import load, names
 from chipfit.platform.schema import Platform
-from chipfit.platform.support import unsupported_features
-from chipfit.registry import entries, entry
+from chipfit.platform.support import unsupported_features, writes
 
 CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
 
@@ -77,17 +76,6 @@ def _facts(p: Platform) -> Iterator[tuple[str, str]]:
 def first_choice(p: Platform) -> str:
     """Return the formats that its first operators with weights prefer; "" without any."""
     return str(next((u for o in p.ops for u in o.use if u.w), ""))
-
-
-def writes(p: Platform) -> list[str]:
-    """Return the suffixes of its own files that chipfit writes, first those of its runtimes."""
-    runs = [entry("runtime", name).declares.suffix for name in p.runtimes]
-    formats = [e.declares for e in entries("format").values()]
-    named = [s for f in formats if not f.named for s in f.suffixes for d in p.deploy if s in d]
-    data = {p.formats[d].kind for o in p.ops for u in o.use for d in (*u.ins, u.out) if d in p.formats}
-    if any("ONNX" in d for d in p.deploy) and (not data or "int" in data):  # activations have integer grids there
-        named.append(".onnx")
-    return list(dict.fromkeys([*runs, *named]))
 
 
 def overview() -> Table:

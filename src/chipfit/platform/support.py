@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from chipfit.platform.schema import Gate, Platform
-from chipfit.registry import lookup
+from chipfit.registry import entries, entry, lookup
 
 #: forms of `math.requant` that need no more than an accumulator and a multiplier
 FORMS = ("float", "q31", "shift")
@@ -35,6 +35,17 @@ def kernels_of(platform: Platform) -> str | None:
 def simulates_arithmetic(platform: Platform) -> bool:
     """Return whether the whole arithmetic of a platform file is simulated, so that exactness may be claimed."""
     return kernels_of(platform) is not None and not list(_math(platform))
+
+
+def writes(p: Platform) -> list[str]:
+    """Return the suffixes of its own files that chipfit writes, first those of its runtimes."""
+    runs = [entry("runtime", name).declares.suffix for name in p.runtimes]
+    formats = [e.declares for e in entries("format").values()]
+    named = [s for f in formats if not f.named for s in f.suffixes for d in p.deploy if s in d]
+    data = {p.formats[d].kind for o in p.ops for u in o.use for d in (*u.ins, u.out) if d in p.formats}
+    if any("ONNX" in d for d in p.deploy) and (not data or "int" in data):  # activations have integer grids there
+        named.append(".onnx")
+    return list(dict.fromkeys([*runs, *named]))
 
 
 def _formats(p: Platform) -> Iterator[Gap]:

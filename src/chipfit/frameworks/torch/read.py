@@ -465,6 +465,15 @@ def _log_sum_exp(c: TorchCall) -> Any:
     return c.emit("Squeeze", [c.step("Add", [logs, top], kept)], axes=axes)
 
 
+@reads("instance_norm")
+def _instance_norm(c: TorchCall) -> Any:
+    """Read the norm of each sample's channels, or of all samples' channels by running statistics."""
+    by_sample = c.static("use_input_stats")
+    statistics = [] if by_sample else [c.value("running_mean"), c.value("running_var")]
+    inputs = [c.value("input"), c.optional("weight"), c.optional("bias"), *statistics]
+    return c.emit("InstanceNorm" if by_sample else "BatchNorm", inputs, eps=float(c.static("eps")))
+
+
 @reads("softmax _softmax log_softmax _log_softmax")
 def _softmax(c: TorchCall) -> Any:
     """Read softmax of the operand in the type of the argument `dtype`."""
