@@ -11,7 +11,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import DataError, UnsupportedError
 from chipfit.streams import calls
-from tests.build import sqnr_db
+from tests.build import model_of, sqnr_db
 from tests.passes.test_recurrent import KINDS
 
 
@@ -71,17 +71,13 @@ def test_the_drift_is_what_the_steps_lose_on_their_own_states():
 
 
 def test_a_cell_of_the_user_has_states_too(tmp_path):
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell, self.head = nn.GRUCell(3, 5), nn.Linear(5, 2)
-
-        def forward(self, x, memory):
-            memory = self.cell(x, memory)
-            return self.head(memory), memory
+    def forward(m, x, memory):
+        memory = m.cell(x, memory)
+        return m.head(memory), memory
 
     data = [(torch.randn(4, 3), torch.rand(4, 5) - 0.5) for _ in range(3)]
-    result = chipfit.quantize(Cell().eval(), data, platform="tflm_cmsis_nn", states=["memory"], progress=False)
+    cell = model_of(forward, cell=nn.GRUCell(3, 5), head=nn.Linear(5, 2))
+    result = chipfit.quantize(cell, data, platform="tflm_cmsis_nn", states=["memory"], progress=False)
     assert result.plan["memory"].same_numbers(result.plan[result.graph.outputs[1]])
     result.export(tmp_path / "cell.tflite", io="int8", batch=1)
     assert result.verify(data).exact
@@ -140,17 +136,13 @@ def test_what_joins_several_steps_is_refused_by_name(make, why):
     ],
 )
 def test_wrong_states_are_refused_by_name(states, why):
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.RNNCell(3, 5)
+    def forward(m, x, h):
+        h = m.cell(x, h)
+        return h * 2, h
 
-        def forward(self, x, h):
-            h = self.cell(x, h)
-            return h * 2, h
-
+    cell = model_of(forward, cell=nn.RNNCell(3, 5))
     with pytest.raises(DataError, match=why):
-        chipfit.quantize(Cell().eval(), [(torch.randn(2, 3), torch.randn(2, 5))], states=states, progress=False)
+        chipfit.quantize(cell, [(torch.randn(2, 3), torch.randn(2, 5))], states=states, progress=False)
 
 
 def test_a_layer_whose_outputs_are_its_states_drifts():

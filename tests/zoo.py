@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.build import model_of
+
 
 def conv_bn(i: int, o: int, k: int = 3, act: nn.Module | None = None, **kw: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(i, o, k, padding=k // 2, bias=False, **kw), nn.BatchNorm2d(o), act or nn.ReLU())
@@ -69,14 +71,13 @@ class UNet(nn.Module):
         return self.out(torch.cat((b, a), 1))
 
 
-class Split(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.branch, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(12, 4, 1)
+def split() -> nn.Module:
+    def forward(m, x):
+        a, b = m.first(x).chunk(2, 1)
+        return F.silu(m.last(torch.cat((a, b, F.leaky_relu(m.branch(b), 0.1)), 1)))
 
-    def forward(self, x):
-        a, b = self.first(x).chunk(2, 1)
-        return F.silu(self.last(torch.cat((a, b, F.leaky_relu(self.branch(b), 0.1)), 1)))
+    branch = nn.Conv2d(4, 4, 3, padding=1)
+    return model_of(forward, first=nn.Conv2d(3, 8, 1), branch=branch, last=nn.Conv2d(12, 4, 1))
 
 
 class Attention(nn.Module):
@@ -129,16 +130,14 @@ class Functional(nn.Module):
         return self.linear(z * torch.sigmoid(z)).softmax(-1)
 
 
-class InPlaceIndex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 1)
-
-    def forward(self, x):
-        y = self.conv(x)
+def in_place_index() -> nn.Module:
+    def forward(m, x):
+        y = m.conv(x)
         y[:, 0] = 0
         y[:, 1:3] *= 2
         return y
+
+    return model_of(forward, conv=nn.Conv2d(3, 8, 1))
 
 
 class Shapes(nn.Module):
@@ -155,14 +154,12 @@ class Shapes(nn.Module):
         return (F.relu(y) if y.shape[1] > 4 else y).mean((-1, -2))
 
 
-class DictOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(4, 8)
-
-    def forward(self, batch):
-        u, v = self.a(batch["x"]), self.b(batch["y"]["z"])
+def dict_out() -> nn.Module:
+    def forward(m, batch):
+        u, v = m.a(batch["x"]), m.b(batch["y"]["z"])
         return {"sum": u + v, "parts": [u, v]}
+
+    return model_of(forward, a=nn.Linear(8, 8), b=nn.Linear(4, 8))
 
 
 @dataclass
@@ -171,13 +168,8 @@ class Pair:
     right: torch.Tensor
 
 
-class DataclassOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(3, 4, 1)
-
-    def forward(self, x, y):
-        return Pair(self.a(x) + self.a(y), self.a(x))
+def dataclass_out() -> nn.Module:
+    return model_of(lambda m, x, y: Pair(m.a(x) + m.a(y), m.a(x)), a=nn.Conv2d(3, 4, 1))
 
 
 class Recurrent(nn.Module):
@@ -231,15 +223,15 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], object]]] = {
     "unet_nearest": (UNet, _image),
     "unet_bilinear": (lambda: UNet("bilinear"), _image),
     "unet_transposed": (lambda: UNet("transposed"), _image),
-    "split": (Split, _image),
+    "split": (split, _image),
     "attention_fused": (Attention, _image),
     "attention_manual": (lambda: Attention(fused=False), _image),
     "shared_and_tied": (Shared, _image),
     "functional": (Functional, _image),
-    "in_place_index": (InPlaceIndex, _image),
+    "in_place_index": (in_place_index, _image),
     "shapes": (Shapes, lambda: torch.randn(4, 3, 7, 7)),
-    "dict_out": (DictOut, lambda: {"x": torch.randn(4, 8), "y": {"z": torch.randn(4, 4)}}),
-    "dataclass_out": (DataclassOut, lambda: (_image(), _image())),
+    "dict_out": (dict_out, lambda: {"x": torch.randn(4, 8), "y": {"z": torch.randn(4, 4)}}),
+    "dataclass_out": (dataclass_out, lambda: (_image(), _image())),
     "gru": (Recurrent, lambda: torch.randn(4, 5, 6)),
     "lstm": (lambda: Recurrent(nn.LSTM), lambda: torch.randn(4, 5, 6)),
     "conv1d": (

@@ -12,17 +12,6 @@ from chipfit.frameworks.torch.capture import capture
 from tests.build import model_of, quantized, randn
 
 
-class Gated(nn.Module):
-    """x / (1 + |x|) in two layers of the user."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = Above(), Over()
-
-    def forward(self, x):
-        return self.two(x, self.one(x))
-
-
 class Above(nn.Module):
     def forward(self, x):
         return 1 + torch.abs(x)
@@ -40,7 +29,8 @@ def network():
     def forward(m, x):
         return m.head(m.same(m.act(m.norm(m.conv(x / 255)))).mean((2, 3)))
 
-    parts = {"conv": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "act": Gated(), "same": nn.Identity()}
+    gated = model_of(lambda m, x: m.two(x, m.one(x)), one=Above(), two=Over())  # x / (1 + |x|)
+    parts = {"conv": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "act": gated, "same": nn.Identity()}
     return model_of(forward, **parts, head=nn.Linear(4, 2), unread=nn.Linear(2, 2))
 
 

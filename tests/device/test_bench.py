@@ -15,7 +15,7 @@ from chipfit.bench.config import of
 from chipfit.bench.run import run
 from chipfit.bench.store import Store
 from tests.bench.tiny import config, quiet, without_training
-from tests.build import command
+from tests.build import command, model_of
 
 MINE = "tests.cli.mine"
 STEPS = {"kwargs": {"base_lr": 0.01, "max_iter": 4}}
@@ -84,21 +84,13 @@ def test_quantize_train_and_explain_run_on_the_device_of_the_command(accelerator
     assert str(accelerator) not in json.dumps([p.name for p in files.rglob("*")])
 
 
-class Grid(nn.Module):
-    """A network that creates a tensor when it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x):
-        x = self.conv(x)
-        return x + torch.arange(x.shape[-1], device=x.device, dtype=x.dtype)
-
-
 def test_a_program_from_a_file_runs_on_the_device(accelerator, tmp_path):
+    def forward(m, x):
+        x = m.conv(x)
+        return x + torch.arange(x.shape[-1], device=x.device, dtype=x.dtype)  # a tensor that is made when it runs
+
     torch.manual_seed(0)
-    model, x = Grid().eval(), torch.randn(2, 3, 8, 8)
+    model, x = model_of(forward, conv=nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "m.pt2")
     program = frameworks.load_torch(str(tmp_path / "m.pt2")).to(accelerator)
     torch.testing.assert_close(program(x.to(accelerator)).cpu(), model(x))

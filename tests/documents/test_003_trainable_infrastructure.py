@@ -13,7 +13,7 @@ from chipfit.constants import MIN_THRESHOLD, THRESHOLD
 from chipfit.errors import ConfigError
 from chipfit.target_platform_capabilities.target_platform import QuantizationMethod
 from chipfit.trainable_infrastructure import TrainableQuantizerActivationConfig, TrainableQuantizerWeightsConfig
-from tests.build import randn, sequential, small_cnn
+from tests.build import model_of, randn, sequential, small_cnn
 from tests.mct.trainable.quantizers_of_a_user import OurWeights
 
 WEIGHTS = TrainableQuantizerWeightsConfig(
@@ -90,17 +90,10 @@ def test_layers_of_keras_are_wrapped_and_held():
 
 
 def test_rewritten_layers_of_pytorch_keep_their_class_and_get_the_sizes_of_their_weights():
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(randn(4, 6))
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.weight)
-
+    own = model_of(lambda m, x: nn.functional.linear(x, m.weight), weight=randn(4, 6))
     up = nn.ConvTranspose2d(8, 4, 4, stride=2, padding=1)
     two = nn.Conv2d(3, 16, 3, stride=2, padding="valid", bias=False), nn.Conv2d(16, 8, 1, bias=False)
-    net = sequential(*two, nn.BatchNorm2d(8), up, nn.Flatten(), nn.Linear(4 * 36, 6), nn.ReLU(), Own())
+    net = sequential(*two, nn.BatchNorm2d(8), up, nn.Flatten(), nn.Linear(4 * 36, 6), nn.ReLU(), own)
     model, info = mct.pytorch_post_training_quantization(net, data)
     assert any("collapsed" in note for note in info.result.plan.rewrites)
     collapsed = next(m for n, m in model.named_modules() if n in "01" and hasattr(m, "layer")).layer

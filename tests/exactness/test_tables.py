@@ -9,7 +9,7 @@ from onnx import numpy_helper
 from torch import nn
 
 from chipfit.errors import UnsupportedError
-from tests.build import platform_of, precise_session, quantized
+from tests.build import model_of, platform_of, precise_session, quantized
 from tests.training.small import DATA, Net, train
 
 
@@ -39,23 +39,18 @@ def chip(bits=4, value_bits=8, per="tensor"):
     )
 
 
-class Twice(nn.Module):
-    """One layer that is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 4)
-
-    def forward(self, x):
-        return self.head(self.conv(torch.relu(self.conv(x))).mean((2, 3)))
+def twice():
+    """Return a network that calls one layer twice."""
+    torch.manual_seed(0)
+    parts = {"conv": nn.Conv2d(3, 3, 3, padding=1), "head": nn.Linear(3, 4)}
+    return model_of(lambda m, x: m.head(m.conv(torch.relu(m.conv(x))).mean((2, 3))), **parts)
 
 
 def initialisers(file):
     return {i.name: numpy_helper.to_array(i) for i in onnx.load(str(file)).graph.initializer}
 
 
-@pytest.mark.parametrize("network", [Net, Twice])
+@pytest.mark.parametrize("network", [Net, twice])
 @pytest.mark.parametrize(("bits", "per"), [(1, "tensor"), (2, "channel"), (4, "tensor"), (4, "channel"), (8, "tensor")])
 def test_weights_in_tables_of_bytes_run_in_integers(network, bits, per, tmp_path):
     result = quantized(network(), DATA, chip(bits, per=per))

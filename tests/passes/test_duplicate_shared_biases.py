@@ -69,19 +69,12 @@ def test_what_reads_a_bias_as_another_operand_gets_a_copy():
 
 @pytest.mark.parametrize("platform", ["tflite_int8", "tflm_cmsis_nn", "ort_cpu"])
 def test_a_vector_that_is_a_bias_and_an_addend_is_exact_on_the_runtime(platform):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-            nn.init.zeros_(self.layer.bias)
-            self.norm.bias = self.layer.bias
-
-        def forward(self, x):
-            return self.norm(self.layer(x)) + self.layer.bias
-
     torch.manual_seed(0)
     data = [torch.randn(16, 8) for _ in range(2)]
-    result = chipfit.quantize(Tied().eval(), data, platform=platform, progress=False)
+    tied = model_of(lambda m, x: m.norm(m.layer(x)) + m.layer.bias, layer=nn.Linear(8, 8), norm=nn.LayerNorm(8))
+    nn.init.zeros_(tied.layer.bias)
+    tied.norm.bias = tied.layer.bias
+    result = chipfit.quantize(tied, data, platform=platform, progress=False)
     assert result.verify(data).exact
 
 

@@ -12,6 +12,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.passes.decompose import decompose
 from chipfit.plan.record import Plan
+from tests.build import model_of
 
 KINDS = [nn.LSTM, nn.GRU, nn.RNN]
 FORMS = [{}, {"bias": False}, {"bidirectional": True, "num_layers": 2}, {"batch_first": False}]
@@ -70,18 +71,13 @@ def test_states_that_are_given_are_where_the_layer_starts(kind):
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_a_cell_is_one_step_of_a_layer(kind):
-    class Cell(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = kind(4, 6)
+    def forward(m, x):
+        state = None
+        for step in x.unbind(1):
+            state = m.cell(step, state)
+        return state[0] if isinstance(state, tuple) else state
 
-        def forward(self, x):
-            state = None
-            for step in x.unbind(1):
-                state = self.cell(step, state)
-            return state[0] if isinstance(state, tuple) else state
-
-    model = Cell().eval()
+    model = model_of(forward, cell=kind(4, 6))
     graph = capture(model, (X,))
     with torch.no_grad():
         want = model(X)

@@ -13,7 +13,7 @@ from torch import nn
 from chipfit.report.html import page
 from chipfit.report.layout import place
 from chipfit.report.picture import MOST, picture
-from tests.build import quantized, sequential
+from tests.build import model_of, quantized, sequential
 
 
 def drawn(report):
@@ -128,16 +128,8 @@ def test_a_press_shows_facts_and_neighbours(result, browse):
 def test_on_a_phone_nothing_is_wider_than_the_screen(browse):
     torch.manual_seed(0)
     wide = nn.ModuleList(nn.Conv2d(3, 4, 1) for _ in range(12))
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wide = wide
-
-        def forward(self, x):
-            return torch.cat([m(x) for m in self.wide], 1)
-
-    report = quantized(sequential(Branches()), torch.randn(4, 3, 4, 4)).report
+    branches = model_of(lambda m, x: torch.cat([branch(x) for branch in m.wide], 1), wide=wide)
+    report = quantized(sequential(branches), torch.randn(4, 3, 4, 4)).report
     script = "const wide = [document.documentElement, document.getElementById('canvas')].map(e => e.scrollWidth);"
     script += "return [wide[0] <= innerWidth, wide[1] > innerWidth].join()"
     dom, console = browse(probe(page(report), script), 500)  # the least width of a headless window

@@ -8,7 +8,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import RuntimeUnavailable
 from chipfit.registry import lookup
-from tests.build import quantized, sequential
+from tests.build import model_of, quantized, sequential
 
 pytest.importorskip("tflite_micro")
 
@@ -23,19 +23,13 @@ def test_sizes_of_a_file_are_fixed(tmp_path):
         device.run([np.zeros((5, 3, 7, 6), np.float32)])
 
 
-class ManyParts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(46, 5)
-
-    def forward(self, x):
-        parts = [x[:, k : k + 2] for k in range(23)]
-        return self.linear(torch.cat(parts[::-1], 1))
-
-
 def test_more_operands_than_it_concatenates_are_concatenated_in_parts(tmp_path):
+    def forward(m, x):
+        parts = [x[:, k : k + 2] for k in range(23)]
+        return m.linear(torch.cat(parts[::-1], 1))
+
     data = [torch.randn(8, 46) for _ in range(2)]
-    result = quantized(sequential(ManyParts()), data, "tflm_cmsis_nn")
+    result = quantized(model_of(forward, linear=nn.Linear(46, 5)), data, "tflm_cmsis_nn")
     found = result.verify(data)
     assert found.exact and found.executed["CONCATENATION"] == 4  # 10, 10 and 3 of them, and these
 

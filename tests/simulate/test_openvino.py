@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import chipfit
 from chipfit.result import Result
 from chipfit.runtimes.onnxruntime import saturates
+from tests.build import model_of
 
 pytest.importorskip("openvino")
 
@@ -103,19 +104,14 @@ def test_scales_of_activations_have_16_significant_bits():
 
 
 def test_a_file_with_a_fixed_batch_size_gives_the_same_integers():
+    def forward(m, x: Tensor) -> Tensor:
+        x = torch.relu(m.a(x))
+        return (torch.relu(x + m.b(x))).reshape(2, -1)
+
     torch.manual_seed(2)
-
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.relu(self.a(x))
-            return (torch.relu(x + self.b(x))).reshape(2, -1)
-
     data = [torch.randn(2, 4, 8, 8) for _ in range(4)]
-    check = chipfit.quantize(Fixed().eval(), data[:2], platform="openvino_cpu", progress=False).verify(data[2:])
+    net = model_of(forward, a=nn.Conv2d(4, 8, 3, padding=1), b=nn.Conv2d(8, 8, 1))
+    check = chipfit.quantize(net, data[:2], platform="openvino_cpu", progress=False).verify(data[2:])
     assert check.differing == 0 and not check.departures
 
 

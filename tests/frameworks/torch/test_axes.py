@@ -230,25 +230,19 @@ def test_both_axes_of_an_adjacency_matrix_are_one_size():
     assert result.verify([dense(8), dense(20)]).sound
 
 
-class Cache(nn.Module):
-    """A decoder's step: keys and values of the words before, as ((key, value),)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, x, past):
-        k, v = (torch.cat([old, layer(x)], 1) for old, layer in zip(past[0], (self.k, self.v), strict=True))
-        return self.out((self.q(x) @ k.mT / 4).softmax(-1) @ v), ((k, v),)
-
-
 def word(batch, before):
     return torch.randn(batch, 1, 16), ((torch.randn(batch, before, 16), torch.randn(batch, before, 16)),)
 
 
 def test_a_cache_of_nested_tuples_has_an_open_length():
+    """A decoder's step: keys and values of the words before, as ((key, value),)."""
+
+    def forward(m, x, past):
+        k, v = (torch.cat([old, layer(x)], 1) for old, layer in zip(past[0], (m.k, m.v), strict=True))
+        return m.out((m.q(x) @ k.mT / 4).softmax(-1) @ v), ((k, v),)
+
     torch.manual_seed(0)
-    model = Cache().eval()
+    model = model_of(forward, **{name: nn.Linear(16, 16) for name in ("q", "k", "v", "out")})
     result = quantized(model, [word(2, 5), word(2, 7), word(2, 3)])
     assert [result.graph.shape(i) for i in result.graph.inputs] == [(None, 1, 16), *[(None, None, 16)] * 2]
     new = word(1, 9)
@@ -259,18 +253,14 @@ def test_a_cache_of_nested_tuples_has_an_open_length():
 
 
 def test_a_vector_is_an_input_of_its_own():
-    class Step(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+    def forward(m, x, state):
+        for k in range(len(x)):
+            state = torch.tanh(m.first(x[k]) + m.second(state))
+        return m.out(state), state
 
-        def forward(self, x, state):
-            for k in range(len(x)):
-                state = torch.tanh(self.first(x[k]) + self.second(state))
-            return self.out(state), state
-
+    network = model_of(forward, first=nn.Linear(8, 16), second=nn.Linear(16, 16), out=nn.Linear(16, 4))
     data = [(torch.randn(3, 8), torch.rand(16)) for _ in range(8)]
-    result = quantized(Step(), data)
+    result = quantized(network, data)
     assert [result.graph.shape(i) for i in result.graph.inputs] == [(3, 8), (16,)]
     assert result.verify(data).sound
 

@@ -14,35 +14,22 @@ MODEL = sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
 
 
 def test_branching_on_values_names_the_users_line(capfd):
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.l = nn.Linear(8, 8)
-
-        def forward(self, x):
-            y = self.l(x)
-            return y.relu() if y.sum() > 0 else y
+    def forward(m, x):
+        y = m.l(x)
+        return y.relu() if y.sum() > 0 else y
 
     with pytest.raises(CaptureError, match=r"test_capture.py:\d+, in forward.*torch.where"):
-        quantized(Branch(), torch.randn(2, 8))
+        quantized(model_of(forward, l=nn.Linear(8, 8)), torch.randn(2, 8))
     assert capfd.readouterr().err == ""  # torch.export would print what it has traced
 
 
-class Conditional(nn.Module):
-    """A model whose operators depend on the values of a tensor, by torch.cond."""
-
-    def __init__(self):
-        super().__init__()
-        self.l = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.l(x)
+def test_control_flow_is_refused_by_the_users_line_and_the_model_still_runs():
+    def forward(m, x):
+        y = m.l(x)
         return torch.cond(y.sum() > 0, lambda v: v.relu(), lambda v: v * 2, (y,))
 
-
-def test_control_flow_is_refused_by_the_users_line_and_the_model_still_runs():
-    x, model = torch.randn(2, 8), Conditional().eval()
-    for changed in (model, Conditional().half()):
+    x, model = torch.randn(2, 8), model_of(forward, l=nn.Linear(8, 8))
+    for changed in (model, model_of(forward, l=nn.Linear(8, 8)).half()):
         with pytest.raises(CaptureError, match=r"control-flow operator 'cond'.*test_capture.py:\d+"):
             quantized(changed, x.to(changed.l.weight.dtype))
     with torch.no_grad():
@@ -89,16 +76,11 @@ def test_a_layer_named_with_half_a_character_is_refused():
 def test_a_model_may_change_the_dictionary_that_it_is_given():
     """As the detectors of MQBench's tests do; the caller's dictionary has more keys afterwards."""
 
-    class Detector(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = torch.nn.Conv2d(3, 2, 3)
+    def detect(m, given):
+        given.update({"found": {"boxes": m.conv(given["image"])}})
+        return given
 
-        def forward(self, given):
-            given.update({"found": {"boxes": self.conv(given["image"])}})
-            return given
-
-    model, image = Detector().eval(), torch.randn(2, 3, 6, 6)
+    model, image = model_of(detect, conv=nn.Conv2d(3, 2, 3)), torch.randn(2, 3, 6, 6)
     result = chipfit.quantize(model, [({"image": image},)], platform="ort_cpu", progress=False)
     out = result.model({"image": image})
     assert set(out) == {"image", "found"} and result.verify([({"image": image},)]).exact

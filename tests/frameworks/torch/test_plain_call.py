@@ -15,26 +15,20 @@ def warned(result: chipfit.Result) -> list[str]:
     return [note for note in result.plan.rewrites if note.startswith("warning: in eval mode under torch.no_grad()")]
 
 
-class Encoder(nn.Module):
-    """The mean over all words, with those that the mask hides: 0 where PyTorch takes its path without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(16, 4)
-
-    def forward(self, x, pad):
-        return self.head(self.encoder(x, src_key_padding_mask=pad).mean(1))
-
-
 def words(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(len(lengths), 8, 16), torch.arange(8) >= torch.tensor(lengths)[:, None]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_other_numbers_of_the_transformers_fast_path_are_noted_with_the_switch():
+    """The mean over all words, with those that the mask hides: 0 where PyTorch takes its path without gradients."""
+
+    def forward(m, x, pad):
+        return m.head(m.encoder(x, src_key_padding_mask=pad).mean(1))
+
     torch.manual_seed(0)
-    model = Encoder().eval()
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = model_of(forward, encoder=nn.TransformerEncoder(layer, 1), head=nn.Linear(16, 4))
     result = quantized(model, [words(8, 8, 8, 5)] * 2)  # the padded sample is the last
     assert "set_fastpath_enabled(False) turns it off" in warned(result)[0]
     with torch.no_grad():
@@ -69,16 +63,12 @@ def test_a_model_whose_results_are_random_is_noted_as_that():
 
 @pytest.mark.parametrize("training", [False, True])
 def test_what_follows_gradients_and_mode_as_a_plain_call_does_is_not_noted(training):
-    class Modes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dense, self.norm, self.drop = nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+    def forward(m, x):
+        y = m.drop(m.norm(m.dense(x)))
+        return y * 2 if torch.is_grad_enabled() or m.training else y
 
-        def forward(self, x):
-            y = self.drop(self.norm(self.dense(x)))
-            return y * 2 if torch.is_grad_enabled() or self.training else y
-
-    model, x = Modes().train(training), torch.randn(64, 8)
+    model = model_of(forward, dense=nn.Linear(8, 4), norm=nn.BatchNorm1d(4), drop=nn.Dropout(0.5)).train(training)
+    x = torch.randn(64, 8)
     result = chipfit.quantize(model, x, platform="ort_cpu", progress=False)
     assert warned(result) == [] and model.training is training and int(model.norm.num_batches_tracked) == 0
     with torch.no_grad():
@@ -101,14 +91,9 @@ class Mixed(nn.Module):
         return {"half": y, "single": self.last(y.float()), "double": t * 2, "count": x.long().sum(1)}
 
 
-class Autocast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.net(x)
+def cast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.net(x)
 
 
 def plain(kind: torch.dtype) -> nn.Module:
@@ -120,7 +105,7 @@ TYPES = {
     "bfloat16": (lambda: plain(torch.bfloat16), lambda: torch.randn(64, 8).bfloat16()),
     "float64": (lambda: plain(torch.float64), lambda: torch.randn(64, 8).double()),
     "mixed": (Mixed, lambda: (torch.randn(64, 8), torch.rand(64, 1).double())),
-    "autocast": (Autocast, lambda: torch.randn(64, 8)),
+    "autocast": (lambda: model_of(cast, net=plain(torch.float32)), lambda: torch.randn(64, 8)),
 }
 
 
