@@ -16,7 +16,7 @@ from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.engine.trees import dump_call, dump_result, with_states
 from chipfit.errors import DataError, PlanError
 from chipfit.frameworks import capture, load_model, lower
-from chipfit.graph.edit import unique_name
+from chipfit.graph.edit import taken_names, unique_name
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import device_of, inputs_on, on_cpu, placed
 from chipfit.graph.states import state_pairs
@@ -170,7 +170,7 @@ def _with_names(module: nn.Module, names: Sequence[str]) -> nn.Module:
 
 def _rename_inputs(graph: Graph, states: list[tuple[str, str]]) -> None:
     """Give the inputs names that Python's parameters may have."""
-    taken, names = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}, dict[str, str]()
+    taken, names = taken_names(graph), dict[str, str]()
     for name in graph.inputs:
         wanted = re.sub(r"\W", "_", name)
         wanted = wanted if wanted.isidentifier() and not keyword.iskeyword(wanted) else f"x_{wanted}"

@@ -39,7 +39,7 @@ def _insert(graph: Graph, value: str, reader: str) -> str:
     """Insert a Requantize before a node that reads a value, in place; return the node's layer."""
     node, name = graph.node(reader), new_name(graph, f"{value}_for_{reader}")
     graph.values[name] = replace(graph.values[value], name=name)
-    read = node.with_(inputs=tuple(name if i == value else i for i in node.inputs))
+    read = node.reading({value: name})
     replace_node(graph, node, Node(name, "Requantize", (value,), (name,), layer=node.display_name), read)
     return node.display_name
 

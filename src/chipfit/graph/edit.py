@@ -25,9 +25,14 @@ def unique_name(wanted: str, taken: Container[str], counts: dict[str, int] | Non
     return name
 
 
+def taken_names(graph: Graph) -> set[str]:
+    """Return the names of all values, weights and nodes."""
+    return {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+
+
 def new_name(graph: Graph, wanted: str) -> str:
-    """Return `wanted`, or the next free name like it, among values, weights and nodes."""
-    return unique_name(wanted, {*graph.values, *graph.weights, *(n.name for n in graph.nodes)})
+    """Return `wanted`, or the next free name like it."""
+    return unique_name(wanted, taken_names(graph))
 
 
 def replace_node(graph: Graph, old: Node, *new: Node) -> None:
@@ -70,7 +75,7 @@ def insert_behind(
     replace_node(graph, producer, producer, Node(new_name(graph, names[2]), op, (value, weight), (result,), **fields))
     for reader in readers:
         now = graph.node(reader.name)
-        replace_node(graph, now, now.with_(inputs=tuple(result if i == value else i for i in now.inputs)))
+        replace_node(graph, now, now.reading({value: result}))
     return result
 
 

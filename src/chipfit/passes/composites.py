@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from chipfit.graph.edit import live_values
+from chipfit.graph.edit import live_values, taken_names
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.decompose import RULES, Decomposition
 
@@ -49,7 +49,7 @@ def open_composites(
         The graph, and composite's name -> what it was. The graph itself if there are none.
     """
     out, wholes, nodes, constants = graph.copy(), dict[str, Whole](), list[Node](), dict[object, str]()
-    taken = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
+    taken = taken_names(graph)
     for n in graph.nodes:
         nodes.append(n)
         if n.op not in RULES or n.facts.kind or not graph.is_float(n.output):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.engine.curves import Step, steps_of, text_of
+from chipfit.graph.edit import taken_names
 from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.hidden_scores import HIDDEN_SCORE, split_mask
 from chipfit.graph.ir import Graph, Node
@@ -72,8 +73,7 @@ class Decomposition:
         self.graph, self.holds, self.stays, self.constants = graph, holds, stays, dict(constants or {})
         self.integers = integers
         self.reasons: dict[str, str] = {}  #: node -> why its rule does not apply
-        own = {*graph.values, *graph.weights, *(n.name for n in graph.nodes)}
-        self._taken = own if taken is None else taken
+        self._taken = taken_names(graph) if taken is None else taken
 
     def parts(self, node: Node) -> list[Node]:
         """Return the nodes that replace a node; the node alone if it stays or its rule does not apply."""
@@ -222,8 +222,7 @@ def _adaptive(new: NewNodes, n: Node, kind: str) -> str:
 
 def _one_by_one(new: NewNodes, n: Node) -> str:
     """Compute the groups of a convolution one by one."""
-    if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
-        new.refuse("its weight is computed at run time")
+    new.require(all(i is None or i in new.graph.weights for i in n.inputs[1:]), "its weight is computed at run time")
     groups, axis = n.attrs["groups"], len(new.shape(n.data)) - 1 if new.channels_last else 1
     tensors = [new.graph.weights[i].detach().chunk(groups) for i in n.inputs[1:] if i is not None]
     sizes = [new.size(v, axis) // groups for v in (n.data, n.output)]
@@ -293,8 +292,8 @@ def _batch_norm(new: NewNodes, n: Node) -> str:
     Of images it is a depthwise convolution of one element, where that is held: it rounds once, and its weights, one for
     each channel and scale, not at all. A file with channels last holds float parts.
     """
-    if not all(i is None or i in new.graph.weights for i in n.inputs[1:]):
-        new.refuse("a weight or statistic is computed at run time")
+    constant = all(i is None or i in new.graph.weights for i in n.inputs[1:])
+    new.require(constant, "a weight or statistic is computed at run time")
     k, mean, beta = batch_norm_terms(new.graph, n)
     channels = new.shape(n.data)[1]
     if (
@@ -383,8 +382,7 @@ def _roll(new: NewNodes, n: Node) -> str:
 def _resize(new: NewNodes, n: Node) -> str:
     """Multiply by the matrix of cubic interpolation along each axis of space, made the last one in turn."""
     x, out, scale = n.data, new.shape(n.output), n.attrs["scale"]
-    if n.attrs["mode"] != "cubic" or None in out[1:]:
-        new.refuse("its interpolation is not cubic, or a size is open")
+    new.require(n.attrs["mode"] == "cubic" and None not in out[1:], "its interpolation is not cubic, or a size is open")
     for k, axis in enumerate((1, 2) if new.channels_last else (2, 3)):
         size, by = new.size(x, axis), scale and (scale[k], 1.0)
         how: dict[str, Any] = {"size": None if by else (out[axis], size), "scale_factor": by, "mode": "bicubic"}
@@ -415,14 +413,13 @@ def _channel_shuffle(new: NewNodes, n: Node) -> str:
 def _tile(new: NewNodes, n: Node) -> str:
     """Join copies of the operand, axis by axis."""
     x, sizes, out = n.data, list(new.shape(n.data)), new.shape(n.output)
-    if len(sizes) != len(out):
-        new.refuse("its result has another rank than its operand")
+    new.require(len(sizes) == len(out), "its result has another rank than its operand")
     for axis, (have, want) in enumerate(zip(sizes, out, strict=True)):
         if have == want:
             continue
         times = want // have if have and want else 0
-        if not 0 < times <= _MOST_COPIES:
-            new.refuse(f"it repeats axis {axis} more than {_MOST_COPIES} times, or as often as data decide")
+        why = f"it repeats axis {axis} more than {_MOST_COPIES} times, or as often as data decide"
+        new.require(0 < times <= _MOST_COPIES, why)
         sizes[axis] = want
         x = new("Concat", *[x] * times, gives=tuple(sizes), axis=axis)
     return x if x != n.data else new.reshape(x, out)
@@ -430,14 +427,13 @@ def _tile(new: NewNodes, n: Node) -> str:
 
 def _pad(new: NewNodes, n: Node) -> str:
     """Join copies of the first and the last element of each padded axis."""
-    if n.attrs["mode"] != "replicate":
-        new.refuse("its padding is not a copy of the ends")
+    new.require(n.attrs["mode"] == "replicate", "its padding is not a copy of the ends")
     x, sizes = n.data, list(new.shape(n.data))
     for axis, (low, high) in enumerate(n.attrs["padding"]):
         if not (low or high):
             continue
-        if not 0 <= min(low, high) <= max(low, high) <= _MOST_COPIES:
-            new.refuse(f"it cuts axis {axis}, or adds more than {_MOST_COPIES} elements to it")
+        why = f"it cuts axis {axis}, or adds more than {_MOST_COPIES} elements to it"
+        new.require(0 <= min(low, high) <= max(low, high) <= _MOST_COPIES, why)
         size, one = new.size(x, axis), (*sizes[:axis], 1, *sizes[axis + 1 :])
         first, last = (new("Slice", x, gives=one, axis=axis, start=k, end=k + 1, step=1) for k in (0, size - 1))
         sizes[axis] = size + low + high

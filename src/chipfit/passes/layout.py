@@ -383,4 +383,4 @@ def keep_constant_names(graph: Graph, copies: Mapping[str, tuple[str, object]]) 
         if copy not in graph.weights or original in users or sum(o == original for o, _ in copies.values()) > 1:
             continue
         graph.weights[original] = graph.weights.pop(copy)
-        graph.nodes = [n.with_(inputs=tuple(original if i == copy else i for i in n.inputs)) for n in graph.nodes]
+        graph.nodes = [n.reading({copy: original}) for n in graph.nodes]

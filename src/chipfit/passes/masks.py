@@ -100,7 +100,7 @@ class _Selections:
             if number is not None and (number if made.op == "Add" else -number) <= ALWAYS_HIDES:
                 self.node, self.new = n, []
                 hidden = self._constant(torch.tensor(HIDDEN_SCORE))
-                return self._replace(n.with_(inputs=tuple(hidden if i == x else i for i in n.inputs)))
+                return self._replace(n.reading({x or "": hidden}))
         return False
 
     def with_finite_fills(self, reader: Node) -> None:
@@ -109,7 +109,7 @@ class _Selections:
             if fill := fill_of(self.graph, n):
                 self.node, self.new = n, []
                 hidden = self._constant(torch.tensor(HIDDEN_SCORE))
-                self._replace(n.with_(inputs=tuple(hidden if i == fill else i for i in n.inputs)))
+                self._replace(n.reading({fill: hidden}))
 
     def _replace(self, n: Node) -> bool:
         replace_node(self.graph, self.node, *self.new, n)

@@ -108,17 +108,17 @@ class NewNodes:
     def refuse(self, why: str) -> NoReturn:
         raise Refusal(why)
 
+    def require(self, condition: object, why: str) -> None:
+        """Refuse the rule if a condition under which it holds is false."""
+        if not condition:
+            self.refuse(why)
+
     def named(self, results: str | Sequence[str]) -> list[Node]:
         """Return the nodes; the last has the composite's name, and results have the names of its results."""
         own = dict(zip([results] if isinstance(results, str) else results, self.node.outputs, strict=True))
         for name in own:
             del self.graph.values[name]
-        *first, last = (
-            n.with_(
-                inputs=tuple(own.get(i or "", i) for i in n.inputs), outputs=tuple(own.get(o, o) for o in n.outputs)
-            )
-            for n in self.nodes
-        )
+        *first, last = (n.reading(own).with_(outputs=tuple(own.get(o, o) for o in n.outputs)) for n in self.nodes)
         return [*first, last.with_(name=self.node.name)]
 
     def _name(self, what: str) -> str:

@@ -203,7 +203,7 @@ class _Steps:
         if not alone or not self.wide.issuperset(timed):
             return False
         self._attributes(n)
-        self.out.nodes.append(n.with_(inputs=tuple(self.renamed.get(i or "", i) for i in n.inputs)))
+        self.out.nodes.append(n.reading(self.renamed))
         for o in n.outputs:
             self._keep_axis(o, axis)
         return True

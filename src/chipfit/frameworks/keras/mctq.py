@@ -104,7 +104,7 @@ def _with_equal_biases_once(graph: Graph) -> Graph:
         if bias is not None:
             values = graph.weights[bias].detach().numpy()
             name = first.setdefault((n.inputs[1], values.tobytes()), bias)
-            out.nodes[k] = n.with_(inputs=tuple(name if i == bias else i for i in n.inputs))
+            out.nodes[k] = n.reading({bias: name})
     return out
 
 
@@ -121,7 +121,7 @@ def _with_a_layer_for_each_bias(graph: Graph, plan: Plan) -> tuple[Graph, Plan]:
             out.weights[own] = graph.weights[weight].clone()
             out.trainable |= {own} if weight in graph.trainable else set()
             tensors[own] = replace(plan.tensors[weight], name=own)
-        out.nodes[k] = n.with_(inputs=tuple(own if i == weight else i for i in n.inputs))
+        out.nodes[k] = n.reading({weight: own})
     return out, replace(plan, tensors=tensors)
 
 

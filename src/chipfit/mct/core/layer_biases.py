@@ -26,7 +26,7 @@ def with_one_bias_a_layer(result: Result) -> Result:
             mean = torch.stack([graph.weights[b].detach() for b in (first, *others)]).mean(0)
             move_beta(graph, nodes[0].weight, mean)
             graph.weights[first], renamed = mean, renamed | dict.fromkeys(others, first)
-    graph.nodes = [n.with_(inputs=tuple(renamed.get(i or "", i) for i in n.inputs)) for n in graph.nodes]
+    graph.nodes = [n.reading(renamed) for n in graph.nodes]
     for name in renamed:
         graph.trainable.discard(name)
         del graph.weights[name]
