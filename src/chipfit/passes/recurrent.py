@@ -30,8 +30,8 @@ class _Layer:
         self.samples = new.shape(x)[0]
         self.one_step = len(new.shape(x)) == 2
         self.count = 1 if self.one_step else new.size(x, 1)
-        if self.count > MOST_STEPS:
-            new.refuse(f"it has {self.count} steps, and at most {MOST_STEPS} are computed one by one")
+        why = f"it has {self.count} steps, and at most {MOST_STEPS} are computed one by one"
+        new.require(self.count <= MOST_STEPS, why)
 
     def products(self, bias: str | None) -> list[str]:
         """Return the product of each step's operand with the weight, in the order in which the steps run."""
@@ -130,8 +130,7 @@ def gru(new: NewNodes, n: Node) -> list[str]:
 
     Source: Cho et al. 2014 (arXiv 1406.1078), equations 5 to 8, and PyTorch's `nn.GRU`.
     """
-    if sorted(n.attrs["gates"][:2]) != ["r", "z"]:
-        new.refuse("its gates stand in another order")
+    new.require(sorted(n.attrs["gates"][:2]) == ["r", "z"], "its gates stand in another order")
     layer, states = _Gru(new, n), list[str]()
     steps = layer.products(layer.b if layer.after else layer.joint_bias())
     h = layer.state("h", steps)

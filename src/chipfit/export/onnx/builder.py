@@ -395,6 +395,12 @@ def refuse(node: Node, why: str) -> NoReturn:
     raise UnsupportedError(f"{node.op} '{node.display_name}' cannot be written to ONNX: {why}", where=node.source)
 
 
+def require(node: Node, condition: object, why: str) -> None:
+    """Raise that a node cannot be written if a condition of its form is false."""
+    if not condition:
+        refuse(node, why)
+
+
 def tensor_type(dtype: str) -> int:
     """Return ONNX's number of a type by torch's name; a Python integer ("int") is an int64."""
     names = {"float32": "FLOAT", "float64": "DOUBLE", "int": "INT64"}

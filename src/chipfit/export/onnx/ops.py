@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.export.onnx.builder import Names, OnnxBuilder, refuse, tensor_type
+from chipfit.export.onnx.builder import Names, OnnxBuilder, refuse, require, tensor_type
 from chipfit.export.onnx.read_back import to_bytes
 from chipfit.export.onnx.recurrent import has_operator, recurrent
 from chipfit.graph.ir import OPAQUE, Node
@@ -79,8 +79,8 @@ def _dynamic_quantize(w: OnnxBuilder, n: Node, x: Names) -> str:
     if a["per"] == "block" and (a["qmin"], a["qmax"], a["affine"]) == (-127, 127, False):
         w.dynamic[n.output] = ("", "", "")
         return str(x[0])
-    if (a["per"], a["qmin"], a["qmax"], a["affine"]) != ("tensor", 0, 255, True):
-        refuse(n, f"integers {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range")
+    why = f"integers {a['qmin']}..{a['qmax']} with a range for each {a['per']}; ONNX has 0..255 with one range"
+    require(n, (a["per"], a["qmin"], a["qmax"], a["affine"]) == ("tensor", 0, 255, True), why)
     q, s, z = w.op_many("DynamicQuantizeLinear", x, 3)
     w.dynamic[n.output] = q, s, z
     centred = w.op("Sub", [w.op("Cast", [v], to=tensor_type("int32")) for v in (q, z)])
@@ -99,8 +99,7 @@ def _dynamic_product(w: OnnxBuilder, n: Node, x: Names) -> str | None:
         return _mat_mul_n_bits(w, n, x[0], name, bias, level=1 if dynamic is None else 4)
     if dynamic is None or not dynamic[0]:
         refuse(n, "weights with one scale for each channel multiply data with one for each block")
-    if stored.zero_point.any():
-        refuse(n, "weights with zero points multiply dynamically quantized data")
+    require(n, not stored.zero_point.any(), "weights with zero points multiply dynamically quantized data")
     q, (scale, _) = stored.quantize(w.graph.weights[name].detach()), w.qparams(name, stored)
     if n.op == "MatMul":
         integers = w.weight_integers(name, name, q)
@@ -135,9 +134,9 @@ def _in_blocks(w: OnnxBuilder, n: Node, name: str) -> tuple[int, int, int, list[
     if n.op == "MatMul":
         codes, scale, zero = (v.t() for v in (codes, scale, zero))
     block = codes.shape[1] // scale.shape[1]
-    if grid.bits not in (4, 8) or block < 16 or block & (block - 1) or (grid.signed and zero.any()):
-        got = f"blocks of {block} {'signed ' * grid.signed}integers of {grid.bits} bits"
-        refuse(n, f"{got}; kernels have powers of two from 16, of 4 or 8 bits, and unsigned zero points")
+    fits = grid.bits in (4, 8) and block >= 16 and not block & (block - 1) and not (grid.signed and zero.any())
+    got = f"blocks of {block} {'signed ' * grid.signed}integers of {grid.bits} bits"
+    require(n, fits, f"{got}; kernels have powers of two from 16, of 4 or 8 bits, and unsigned zero points")
     middle = 1 << grid.bits - 1 if grid.signed else 0
     zeros = None if grid.signed else w.const(to_bytes(zero, grid.bits), f"{name}_zero_point")
     rows = [to_bytes(codes + middle, grid.bits), w.const(scale, f"{name}_scale"), zeros]
@@ -282,8 +281,7 @@ def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write a Gather of integer rows, which are dequantized behind it (in front of it, the whole table would be)."""
     if (stored := w.plan.stored(n.weight)) is not None and stored.grid.per == "block":
         _, bits, block, (rows, *qparams) = _in_blocks(w, n, n.weight)
-        if stored.grid.signed:
-            refuse(n, "its blocks have signed integers")
+        require(n, not stored.grid.signed, "its blocks have signed integers")
         how = {"gather_axis": 0, "quantize_axis": 1, "bits": bits, "block_size": block}
         table = w.const(rows, f"{n.weight}_rows_q")
         return w.op("GatherBlockQuantized@com.microsoft", [table, x[1], *qparams], **how)
@@ -296,8 +294,7 @@ def _embedding(w: OnnxBuilder, n: Node, x: Names) -> str:
         if stored.axis == 0:  # one scale for each row
             scale = w.op("Unsqueeze", [w.op("Gather", [scale, x[1]], axis=0), w.const(_ints(rank))])
         return w.op("Mul", [w.op("Cast", [rows], to=tensor_type("float32")), scale])
-    if stored.axis == 0:
-        refuse(n, "its rows have zero points of their own")
+    require(n, stored.axis != 0, "its rows have zero points of their own")
     return w.op("DequantizeLinear", [rows, scale, zero], **({"axis": rank} if stored.scale.dim() else {}))
 
 

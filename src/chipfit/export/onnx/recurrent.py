@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.export.onnx.builder import Names, OnnxBuilder, refuse
+from chipfit.export.onnx.builder import Names, OnnxBuilder, require
 from chipfit.graph.ir import Node
 
 _ORDER = {"LSTM": "iofg", "GRU": "zrn"}
@@ -49,8 +49,7 @@ def _integers(w: OnnxBuilder, n: Node) -> tuple[list[str], list[str | None]]:
     rows = w.const(_rows(n, w.graph.shape(n.weight)[0] or 0).astype(np.int32))
     for name in (i or "" for i in n.inputs[1:3]):
         stored = w.plan[name]
-        if stored.zero_point.any():
-            refuse(n, "weights with zero points multiply dynamically quantized data")
+        require(n, not stored.zero_point.any(), "weights with zero points multiply dynamically quantized data")
         codes = w.weight_integers(name, name, stored.quantize(w.graph.weights[name].detach()))
         codes = w.op("Transpose", [w.op("Gather", [codes, rows], axis=0)], perm=[1, 0])
         weights.append(w.op("Unsqueeze", [codes, _ints(w, 0)]))

@@ -41,6 +41,11 @@ class TfliteBuilder(File):
         """Raise that a node cannot be written."""
         raise Refused(f"{node.called} '{node.display_name}'", why)
 
+    def require(self, node: Node, condition: object, why: str) -> None:
+        """Raise that a node cannot be written if a condition of its form is false."""
+        if not condition:
+            self.refuse(node, why)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return concrete sizes of a value (1 for an open batch) or weight, in the file's layout."""
         return tuple(self.graph.weights[name].shape) if name in self.graph.weights else self.sizes[name]
@@ -88,8 +93,7 @@ class TfliteBuilder(File):
             wide: the operator reads 64-bit integers; else they are stored in 32 bits if they fit, as kernels of 8-bit
                 operands demand.
         """
-        if name not in self.graph.weights:
-            self.refuse(self.node, "its weight is computed at run time")
+        self.require(self.node, name in self.graph.weights, "its weight is computed at run time")
         w, stored = self.graph.weights[name].detach(), self.plan.stored(name)
         if not w.dim() and not self.shape(self.node.outputs[0]):  # else an axis of size 1, which is broadcast
             change = np.asarray
@@ -124,14 +128,14 @@ class TfliteBuilder(File):
 
     def _in_blocks(self, name: str, stored: Stored, q: torch.Tensor, dynamic: bool) -> int:
         """Add a matrix whose scales belong to blocks of its rows; kernels keep the scales in 16 bits."""
-        if not dynamic:
-            self.refuse(self.node, "only linear layers that quantize their data dynamically take weights in blocks")
-        if stored.axis != 1 or stored.grid.bits != 4 or stored.zero_point.any():
-            got = f"blocks of {stored.grid.bits} bits along axis {stored.axis}"
-            self.refuse(self.node, f"{got}; kernels have blocks of 4 bits along a row's inputs, without zero points")
+        why = "only linear layers that quantize their data dynamically take weights in blocks"
+        self.require(self.node, dynamic, why)
+        why = f"blocks of {stored.grid.bits} bits along axis {stored.axis}"
+        why += "; kernels have blocks of 4 bits along a row's inputs, without zero points"
+        self.require(self.node, stored.axis == 1 and stored.grid.bits == 4 and not stored.zero_point.any(), why)
         scale = stored.scale  # XNNPACK reads them as bfloat16, the other kernels as the file has them
-        if not (torch.equal(scale.bfloat16().float(), scale) and torch.equal(scale.half().float(), scale)):
-            self.refuse(self.node, f"scales of blocks up to {float(scale.max()):g} that do not fit 16 bits")
+        exact = all(torch.equal(scale.to(half).float(), scale) for half in (torch.bfloat16, torch.float16))
+        self.require(self.node, exact, f"scales of blocks up to {float(scale.max()):g} that do not fit 16 bits")
         return self.constant(q.numpy(), name, INT4, Quantization(scale.numpy(), stored.zero_point.numpy()))
 
 

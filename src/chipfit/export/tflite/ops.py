@@ -92,8 +92,7 @@ def _as_image(w: TfliteBuilder, n: Node, x: int, a: list[int], y: int, b: list[i
         return write(n, x, a, y, b)
     windows = {key: (n.attrs[key], one) for key, one in _BY_AXIS.items() if key in n.attrs}
     k = _unspanned_pair(n) if len(a) == 5 else 0
-    if k is None and not n.facts.moves:
-        w.refuse(n, "its windows have three axes; use layers over two")
+    w.require(n, k is not None or n.facts.moves, "its windows have three axes; use layers over two")
     if k is None:
         between = [*a[:2], *b[2:]]
         flat = {key: (one, *v[1:]) for key, (v, one) in windows.items()}
@@ -235,8 +234,7 @@ def _conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Write a transposed convolution; padding that SAME does not place is cut off afterwards."""
-    if any(d != 1 for d in n.attrs["dilation"]):
-        w.refuse(n, "it has dilation")
+    w.require(n, all(d == 1 for d in n.attrs["dilation"]), "it has dilation")
 
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
         kernel, sizes = _kernel(w, n)
@@ -246,8 +244,8 @@ def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         cut = [max((-(-o // s) - 1) * s + k - o, 0) // 2 for _, o, k, s in axes]  # what SAME cuts off before
         same = cut == low and all(-(-o // s) == i for i, o, _, s in axes)
         whole = same or (not any(low) and all(f <= o < f + s for f, (_, o, _, s) in zip(full, axes, strict=True)))
-        if not whole and any(p + o > f for p, o, f in zip(low, b[1:3], full, strict=True)):
-            w.refuse(n, "its output padding reaches beyond the last window")
+        inside = all(p + o <= f for p, o, f in zip(low, b[1:3], full, strict=True))
+        w.require(n, whole or inside, "its output padding reaches beyond the last window")
         size = b if whole else [b[0], *full, b[3]]
         result = out if whole else w.temporary(size, out)
         how = {"padding": SAME if same else VALID, "fusedActivationFunction": w.fused, **per_axis(m, stride="stride{}")}
@@ -261,13 +259,11 @@ def _transpose_conv(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 def _dynamic_quantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Write nothing: the kernel behind it quantizes its input dynamically if its weights are integers."""
     a = n.attrs
-    if (a["per"], a["qmin"], a["qmax"]) != ("row", -128, 127):
-        w.refuse(
-            n, f"integers {a['qmin']}..{a['qmax']} with a range for each {a['per']}; kernels have -128..127, by row"
-        )
+    why = f"integers {a['qmin']}..{a['qmax']} with a range for each {a['per']}; kernels have -128..127, by row"
+    w.require(n, (a["per"], a["qmin"], a["qmax"]) == ("row", -128, 127), why)
     readers = w.graph.users().get(n.output, [])
-    if not readers or not all(r.facts.kind == "linear" and w.plan.quantized(r.weight) for r in readers):
-        w.refuse(n, "only linear layers with quantized weights quantize their input dynamically")
+    linear = readers and all(r.facts.kind == "linear" and w.plan.quantized(r.weight) for r in readers)
+    w.require(n, linear, "only linear layers with quantized weights quantize their input dynamically")
     w.index[n.output] = w.read(n.data)
     w.dynamic.add(n.output)
 
@@ -278,8 +274,7 @@ def _linear(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _mat_mul(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    if any(len(w.shape(i or "")) < 2 for i in n.inputs):
-        w.refuse(n, "an operand is a vector")
+    w.require(n, all(len(w.shape(i or "")) >= 2 for i in n.inputs), "an operand is a vector")
     w.op(w.kind, w.reads(n), y)
 
 
@@ -337,8 +332,7 @@ def _elu(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, alpha = w.read(n.data), n.attrs["alpha"]
     if alpha == 1:
         return w.op(w.kind, [x], y)
-    if w.integer:
-        w.refuse(n, f"8-bit ELU with the slope {alpha:g}")
+    w.require(n, not w.integer, f"8-bit ELU with the slope {alpha:g}")
     low, below, scaled, above = (w.temporary(w.shape(n.output)) for _ in range(4))
     w.op("MINIMUM", [x, w.scalar(0.0)], low)
     w.op(w.kind, [low], below)
@@ -356,8 +350,7 @@ def _curve(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     if w.kind and not w.integer:
         return _plain(w, n, y)
     x, (operand, result) = w.read(n.data), (w.plan[v] for v in (n.data, n.output))
-    if not w.integer or operand.grid.bits > 8:
-        w.refuse(n, "it is a table of 8-bit integers")
+    w.require(n, w.integer and operand.grid.bits <= 8, "it is a table of 8-bit integers")
     shape, low = w.shape(n.output), w.constant(np.int32(-operand.grid.qmin))
     q, place = w.temporary(shape, low), w.temporary(shape, low)
     _change_type(w, x, q)
@@ -383,8 +376,7 @@ def _clamp(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     ends = (n.attrs["min"], n.attrs["max"])
     if ends in _RECTIFIERS:
         return w.op(_RECTIFIERS[ends], w.reads(n), y)
-    if w.integer:
-        w.refuse(n, f"8-bit clipping to {ends}")
+    w.require(n, not w.integer, f"8-bit clipping to {ends}")
     x, steps = w.read(n.data), [(k, e) for k, e in zip(("MAXIMUM", "MINIMUM"), ends) if e is not None]
     for kind, end in steps:
         out = y[0] if kind == steps[-1][0] else w.temporary(w.shape(n.output))
@@ -418,8 +410,7 @@ def _change_type(w: TfliteBuilder, x: int, y: int) -> None:
 
 
 def _pool(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    if any(d != 1 for d in n.attrs.get("dilation", ())):
-        w.refuse(n, "its window is dilated")
+    w.require(n, all(d == 1 for d in n.attrs.get("dilation", ())), "its window is dilated")
 
     def write(m: Node, x: int, a: list[int], out: int, b: list[int]) -> None:
         padding, pads = window_placement(m, a[1:3], b[1:3], m.attrs["kernel"])
@@ -433,8 +424,8 @@ def _pool(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
             if pads is not None:  # SAME centres windows if the stride is 1; of these every stride-th is kept
                 steps = list(m.attrs["stride"])
                 centred = all(low == (k - 1) // 2 for (low, _), k in zip(around, m.attrs["kernel"], strict=True))
-                if not centred or [-(-i // s) for i, s in zip(a[1:3], steps, strict=True)] != [*b[1:3]]:
-                    w.refuse(n, "its windows reach beyond what counts, and not as those of SAME")
+                same = centred and [-(-i // s) for i, s in zip(a[1:3], steps, strict=True)] == [*b[1:3]]
+                w.require(n, same, "its windows reach beyond what counts, and not as those of SAME")
                 every = w.temporary(a, x)
                 write(m.with_(attrs={**m.attrs, "stride": (1, 1)}), x, a, every, a)
                 ends = ([0] * 4, [0] * 4, [1, *steps, 1])
@@ -488,8 +479,8 @@ def _sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         return _reduce(w, n, y)
     x, shape = w.read(n.data), w.shape(n.data)
     axes = [a % len(shape) for a in n.attrs["axes"]]
-    if any(w.open_shape(n.data)[a] < 0 for a in axes):
-        w.refuse(n, "it adds up an axis whose size is open, unless `batch` is given")
+    known = all(w.open_shape(n.data)[a] >= 0 for a in axes)
+    w.require(n, known, "it adds up an axis whose size is open, unless `batch` is given")
     count, scale = math.prod(shape[a] for a in axes), w.plan[n.output].scale
     mean = w.temporary(w.shape(n.output), y[0])
     w.tensors[mean].quantization = quantization(
@@ -597,8 +588,7 @@ def _split(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 def _as_shape(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     shape = w.open_shape(n.output)
-    if shape.count(-1) > 1:
-        w.refuse(n, "more than one axis is only known at run time, unless `batch` is given")
+    w.require(n, shape.count(-1) <= 1, "more than one axis is only known at run time, unless `batch` is given")
     x = w.read(n.data)
     _reshape(w, w.images.get(x, x), shape, y[0])
 
@@ -622,8 +612,8 @@ def _expand(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         lifted = w.temporary(a, x)
         _reshape(w, x, a if a[0] == 1 else _open(w, a), lifted)
         x = lifted
-    if w.short and n.op == "Expand":
-        w.refuse(n, "so many copies need a TILE, which microcontrollers lack, unless `batch` is given")
+    has_kernel = not w.short or n.op != "Expand"
+    w.require(n, has_kernel, "so many copies need a TILE, which microcontrollers lack, unless `batch` is given")
     w.op("TILE", [x, w.ints(*(q // p for p, q in zip(a, b, strict=True)))], y)
 
 
@@ -657,8 +647,7 @@ def _gather_elements(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     index, axis = n.operand("index") or "", _axis(w, n, n.data)
     perm = [*(d for d in range(len(w.shape(index))) if d != axis), axis]
     shapes = [[w.shape(i)[d] for d in perm] for i in (n.data, index)]
-    if shapes[0][:-1] != shapes[1][:-1]:
-        w.refuse(n, "it picks from some rows only")
+    w.require(n, shapes[0][:-1] == shapes[1][:-1], "it picks from some rows only")
     if axis == len(perm) - 1:
         return w.op(w.kind, w.reads(n), y, axis=axis, batchDims=axis)
     x, at = (w.temporary(shape, w.read(i)) for i, shape in zip((n.data, index), shapes, strict=True))
@@ -672,12 +661,10 @@ def _gather_elements(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 def _pad(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     mode, padding = n.attrs["mode"], n.attrs["padding"]
     ins = [w.read(n.data), w.constant(np.array(padding, np.int32))]
-    if any(p < 0 for pair in padding for p in pair):
-        w.refuse(n, "it cuts off")
+    w.require(n, all(p >= 0 for pair in padding for p in pair), "it cuts off")
+    w.require(n, mode in ("reflect", "constant"), f"padding mode '{mode}'")
     if mode == "reflect":
         w.op("MIRROR_PAD", ins, y, mode=schema.MirrorPadMode.REFLECT)
-    elif mode != "constant":
-        w.refuse(n, f"padding mode '{mode}'")
     elif n.attrs["value"] == 0:
         w.op("PAD", ins, y)
     elif w.integer:
@@ -691,10 +678,9 @@ def _pad(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 def _resize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     a, b = w.shape(n.data)[1:-1], w.shape(n.output)[1:-1]
     mode, scale = n.attrs["mode"], n.attrs["scale"]
-    if len(a) > 2 or mode == "cubic":
-        w.refuse(n, f"mode '{mode}' over {len(a)} axes")
-    if scale is not None and any(i * s != o for i, s, o in zip(a, scale, b, strict=True)):
-        w.refuse(n, "its factor does not give whole sizes; give the size instead")
+    w.require(n, len(a) <= 2 and mode != "cubic", f"mode '{mode}' over {len(a)} axes")
+    whole = scale is None or all(i * s == o for i, s, o in zip(a, scale, b, strict=True))
+    w.require(n, whole, "its factor does not give whole sizes; give the size instead")
     kind = "RESIZE_BILINEAR" if mode.startswith("linear") else "RESIZE_NEAREST_NEIGHBOR"
     corners = bool(n.attrs["align_corners"]) and mode == "linear"
     half = mode in ("nearest_exact", "linear") and not corners

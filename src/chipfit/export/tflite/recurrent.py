@@ -70,8 +70,8 @@ def _gates(w: TfliteBuilder, n: Node, name: str) -> list[int]:
             found[letter] = w.constant(part, called)
             continue
         scale = stored.scale.reshape(-1).expand(len(whole))[k * rows : (k + 1) * rows]
-        if w.integer and bool((scale != scale[0]).any()):
-            w.refuse(n, f"the rows of a gate of '{name}' have several scales")
+        one_scale = not w.integer or bool((scale == scale[0]).all())
+        w.require(n, one_scale, f"the rows of a gate of '{name}' have several scales")
         numbers = Quantization(scale[: 1 if w.integer else rows].numpy(), np.zeros(1 if w.integer else rows, np.int64))
         found[letter] = w.constant(part, called, code_type(w.plan.tensors[name]), numbers)
     w.joined[name] = [w.tensors[found[letter]].name.decode() for letter in n.attrs["gates"]]
