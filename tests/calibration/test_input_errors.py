@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import chipfit
-from chipfit.calibration.input_errors import expected_inputs, explain_error, wrong_layout
+from chipfit.calibration.input_errors import expected_inputs, explain_error, layout_hint
 from chipfit.errors import ChipfitError, DataError
 from tests.build import model_of, quantized
 
@@ -128,7 +128,7 @@ def test_a_model_takes_as_many_inputs_as_it_tells(forward, count):
     ],
 )
 def test_the_order_of_axes_that_a_model_wants_is_told_for_every_rank(got, want, hint):
-    assert wrong_layout(got, want) == hint
+    assert layout_hint(got, want) == hint
     order = [int(k) for k in re.findall(r"\d", hint.partition("permute")[2])]
     assert not order or all(w in (None, got[k]) for w, k in zip(want, order, strict=True))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.input_errors import LABELS, axes_differ, fixed_batch, wrong_layout
+from chipfit.calibration.input_errors import LABELS, axes_differ, fixed_batch, layout_hint
 from chipfit.calibration.signature import LABEL_NAMES, expected_inputs, is_optional, names_label
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.trees import batch_axes, flatten_inputs
@@ -337,7 +337,7 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         sizes = [d or ("any" if k else "batch") for k, d in enumerate(want.shape)]
         empty = "an axis of size 0 holds nothing: leave such batches out" if 0 in (*x.shape, *want.shape) else ""
-        hint = empty or wrong_layout(tuple(x.shape), want.shape)
+        hint = empty or layout_hint(tuple(x.shape), want.shape)
         if not hint and len(x.shape) != len(want.shape):
             hint = axes_differ(len(x.shape), len(want.shape))
         what, got = f"Input '{name}' has the wrong shape", str(list(x.shape))
