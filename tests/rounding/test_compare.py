@@ -11,11 +11,11 @@ import chipfit
 from chipfit.errors import DataError
 from chipfit.plan.record import Plan
 from chipfit.rounding.compare import (
+    QuantizedRun,
     Reference,
     compare_plans,
     run_quantized,
     split_holdout,
-    unrounded_outputs,
     without_weight_rounding,
 )
 from tests.build import graph_of, model_of, plan_of, quantized, randn, stored
@@ -147,7 +147,7 @@ X1 = torch.tensor([[1.6], [-3.2]])
     ],
 )
 def test_each_operator_reads_what_is_stored_of_what_it_reads(plan, more, want):
-    (found,) = unrounded_outputs(chain(), plan, [X1], **more).values()
+    (found,) = QuantizedRun(chain(), plan, [X1], **more).finish().values()
     assert found[:, 0].tolist() == pytest.approx(want)
 
 
@@ -155,7 +155,7 @@ def test_outputs_are_rounded_at_last_and_may_be_weights_or_inputs():
     graph = chain()
     graph.outputs[:] = ["v", "w", "x"]
     plan = rounded("xwv")
-    raw, found = unrounded_outputs(graph, plan, [X1]), run_quantized(graph, plan, [X1])
+    raw, found = QuantizedRun(graph, plan, [X1]).finish(), run_quantized(graph, plan, [X1])
     assert list(raw) == list(found) == ["v", "w", "x"]
     assert raw["w"] is graph.weights["w"] and raw["x"] is X1 and raw["v"].tolist() == [[pytest.approx(4.9)], [0]]
     assert found["w"].tolist() == [[1]] and found["x"].tolist() == [[2], [-3]] and found["v"].tolist() == [[5], [0]]
@@ -172,7 +172,7 @@ def test_a_tensor_is_rounded_once_and_let_go_when_nothing_reads_it_any_more():
         alive.append({n for n, (a, b) in seen.items() if n != "x" and (a() is not None or b() is not None)})
         return y
 
-    unrounded_outputs(graph, rounded("xabcd"), [X1], rounding=rounding)
+    QuantizedRun(graph, rounded("xabcd"), [X1], rounding=rounding).finish()
     assert list(seen) == ["x", "a", "b", "c", "d"] and alive == [set(), {"a"}, {"b"}, {"c"}, {"d"}]
 
 

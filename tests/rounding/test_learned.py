@@ -10,7 +10,7 @@ from torch import nn
 from chipfit import Settings
 from chipfit.engine.run import run
 from chipfit.rounding.adaround import output_error
-from chipfit.rounding.compare import Reference, run_quantized, unrounded_outputs
+from chipfit.rounding.compare import QuantizedRun, Reference, run_quantized
 from chipfit.rounding.methods import learned
 from chipfit.rounding.methods.learned import SCOPES, BlockReconstruction, Learned, network_blocks
 from tests.accelerators import moved
@@ -287,12 +287,12 @@ def test_errors_count_as_a_share_of_what_they_were(adam, monkeypatch):
 def test_biases_move_in_units_of_the_norm_of_their_weights(adam, monkeypatch):
     weights, given = small().graph.weights, []
 
-    def outputs(graph, plan, inputs, weights=None, **more):
+    def run(graph, plan, inputs, weights=None, **more):
         given.extend([] if weights is None else [weights])
-        return unrounded_outputs(graph, plan, inputs, weights, **more)
+        return QuantizedRun(graph, plan, inputs, weights, **more)
 
     errors = iter((2.0, 1.0))
-    monkeypatch.setattr(learned, "unrounded_outputs", outputs)
+    monkeypatch.setattr(learned, "QuantizedRun", run)
     monkeypatch.setattr(BlockReconstruction, "error", lambda *_: next(errors))
     new, _ = learn(steps=3)
     assert all(not d.any() for d in adam[0][2][1])

@@ -14,7 +14,6 @@ from torch import Tensor
 from chipfit.calibration.collect import valid_tokens, without_padding
 from chipfit.calibration.data import Batch, Whole
 from chipfit.correction.bias import quantized_linear
-from chipfit.engine.run import done_after
 from chipfit.graph.folds import bias_is_free, move_beta
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import channel_axis, is_linear, with_bias
@@ -173,9 +172,7 @@ def measure_biases(
     biases = dict[str, Tensor]()
     with torch.inference_mode():
         flows = [QuantizedRun(there, plan, batch, rounding=rounding) for batch in reference.batches]
-        for node, over in zip(there.nodes, done_after(there), strict=True):
-            for flow in flows:
-                flow.execute(node)
+        for node, *_ in zip(*(flow.steps() for flow in flows), strict=True):
             if node.name in open_:
                 values = [flow.env[node.output] for flow in flows]
                 by = _shrunk(*reference.errors_of_means(node, values[: len(reference.samples.fit)]))
@@ -185,8 +182,6 @@ def measure_biases(
                 shape = [-1 if d == channel_axis(node) % y.dim() else 1 for y in values[:1] for d in range(y.dim())]
                 for flow, y in zip(flows, values, strict=True):
                     flow.env[node.output] = y + step.view(shape).to(y.dtype)
-            for flow in flows:
-                flow.free(over)
         after = [reference.errors_of(k, rounded_outputs(plan, flow.outputs)) for k, flow in enumerate(flows)]
     here = dict(zip(biases, (b.clone() for b in on_cpu([*biases.values()])), strict=True))
     return MeasuredBiases(reference, plan.tensors, here, before, after)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.data import Batch, count_samples, no_data
-from chipfit.engine.run import done_after, run
+from chipfit.engine.run import run
 from chipfit.errors import ConfigError, check_known, short_message
 from chipfit.export.io_spec import output_names
 from chipfit.graph.ir import Graph, Node
@@ -130,12 +130,10 @@ def measure(
             want = run(float_there, inputs, keep=list(known.values()))
             sums.weight = count_samples(graph, batch)
             flow, by_value = QuantizedRun(there, plan, inputs, rounding=rounding), {v: k for k, v in known.items()}
-            for node, over in zip(there.nodes, done_after(there), strict=True):
-                flow.execute(node)
+            for node in flow.steps():
                 for value in (o for o in node.outputs if o in by_value):
                     got = flow.env[value]
                     sums.add(by_value[value], want[value], plan[value].round(got) if plan.quantized(value) else got)
-                flow.free(over)
             last = rounded_outputs(plan, flow.outputs)
             for name, mine, theirs in zip(output_names(graph), graph.outputs, reference.outputs, strict=True):
                 if graph.is_float(mine):

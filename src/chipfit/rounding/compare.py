@@ -1,6 +1,6 @@
 """Loss of a quantized network against the float one on given samples, to compare plans by."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,8 @@ HELD_OUT = 1 / 8
 def run_quantized(
     graph: Graph, plan: Plan, inputs: Sequence[Tensor], rounding: Callable[[str, Tensor], Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return the outputs of a network as a plan quantizes it, by name; `rounding` as in `unrounded_outputs`."""
-    return rounded_outputs(plan, unrounded_outputs(graph, plan, inputs, rounding=rounding))
+    """Return the outputs of a network as a plan quantizes it, by name; `rounding` as in `QuantizedRun`."""
+    return rounded_outputs(plan, QuantizedRun(graph, plan, inputs, rounding=rounding).finish())
 
 
 def rounded_outputs(plan: Plan, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,30 +38,14 @@ def rounded_outputs(plan: Plan, values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plan[name].round(x) if plan.quantized(name) else x for name, x in values.items()}
 
 
-def unrounded_outputs(
-    graph: Graph,
-    plan: Plan,
-    inputs: Sequence[Tensor],
-    weights: Mapping[str, Tensor] | None = None,
-    done: Collection[str] = (),
-    rounding: Callable[[str, Tensor], Tensor] | None = None,
-) -> dict[str, Any]:
-    """Return the outputs of a network as a plan quantizes it, before these outputs are rounded themselves.
+class QuantizedRun:
+    """A run of a network as a plan quantizes it, whole or node by node.
 
     Args:
         weights: replace those of the graph.
         done: tensors, weights included, that are rounded already.
         rounding: (name, tensor) -> rounded tensor; unless given, as the plan stores it.
     """
-    flow = QuantizedRun(graph, plan, inputs, weights, done, rounding)
-    for node, over in zip(graph.nodes, done_after(graph), strict=True):
-        flow.execute(node)
-        flow.free(over)
-    return flow.outputs
-
-
-class QuantizedRun:
-    """A run of a network as a plan quantizes it, node by node; the arguments are those of `unrounded_outputs`."""
 
     def __init__(
         self,
@@ -77,16 +61,24 @@ class QuantizedRun:
         self._table = graph.weights if weights is None else weights
         self._rounded: dict[str, Any] = {}
 
-    def execute(self, node: Node) -> None:
-        """Compute the results of a node, before they are rounded."""
+    def steps(self) -> Iterator[Node]:
+        """Execute the nodes in order and yield each one, while the values that only it reads are still there."""
+        for node, over in zip(self.graph.nodes, done_after(self.graph), strict=True):
+            self._execute(node)
+            yield node
+            for name in over:
+                self.env.pop(name, None)
+                self._rounded.pop(name, None)
+
+    def finish(self) -> dict[str, Any]:
+        """Execute all nodes, and return the outputs of the network by name, before they are rounded themselves."""
+        for _ in self.steps():
+            pass
+        return self.outputs
+
+    def _execute(self, node: Node) -> None:
         operands = [self._read(i, node.name) for i in node.inputs]
         self.env.update(zip(node.outputs, execute(node, operands), strict=False))
-
-    def free(self, names: Iterable[str]) -> None:
-        """Forget values that no later node reads."""
-        for name in names:
-            self.env.pop(name, None)
-            self._rounded.pop(name, None)
 
     @property
     def outputs(self) -> dict[str, Any]:
@@ -150,7 +142,7 @@ class Reference:
 
 
 def rounded_once(graph: Graph, plan: Plan, weights: RoundedWeights) -> Callable[[str, Tensor], Tensor]:
-    """Return a rounding for `unrounded_outputs` that takes a weight from `weights` where it is there, stored alike."""
+    """Return a rounding for `QuantizedRun` that takes a weight from `weights` where it is there, stored alike."""
 
     def rounding(name: str, x: Tensor) -> Tensor:
         if name not in graph.weights:

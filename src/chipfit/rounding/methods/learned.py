@@ -34,7 +34,7 @@ from chipfit.rounding.adaround import (
     regularizer,
     regularizer_exponent,
 )
-from chipfit.rounding.compare import split_holdout, unrounded_outputs
+from chipfit.rounding.compare import QuantizedRun, split_holdout
 from chipfit.rounding.fisher import gradients
 from chipfit.rounding.method import STEP, RoundingContext, RoundingResult, apply_methods, keep_better
 from chipfit.rounding.moments import as_rows
@@ -216,7 +216,7 @@ class BlockReconstruction(SampleStreams):
     def outputs(self, block: Graph, k: int, floats: float = 0.0, **options: Any) -> dict[str, Any]:
         """Return the outputs of a block on a chunk, of whose inputs a share stays in float."""
         inputs = [self.mixed(self.quantized[i][k], self.floats[i][k] if floats else None, floats) for i in block.inputs]
-        return unrounded_outputs(block, self.plan, inputs, **{"done": self.rounded(block), **options})
+        return QuantizedRun(block, self.plan, inputs, **{"done": self.rounded(block), **options}).finish()
 
     def mixed(self, x: Any, other: Any, share: float) -> Any:
         """Replace a share of the numbers of `x`, at random, by those of `other`; only in float tensors."""
