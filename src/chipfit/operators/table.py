@@ -54,7 +54,7 @@ class OpDef:
     ieee: bool = False
     view: bool = False  #: its result may share memory with an input
     homogeneous: bool = False  #: f(k x) = k f(x) for k > 0, of one data input
-    shifts: bool = False  #: f(x + c) = f(x) + c, of one data input; of Pad where it pads c
+    shifts: bool = False  #: f(x + c) = f(x) + c, of one data input; for Pad, if the value that it adds grows by c too
     #: least and greatest result of an operator that only clips: numbers or names of attributes, None for no bound
     clips: tuple[float | str | None, ...] = ()
     #: fact -> alternative values of attributes; the fact is false where none of the alternatives is met. A number also
@@ -64,7 +64,7 @@ class OpDef:
     condition: bool = False  #: its result is true or false
     identity: bool = False  #: its result is its operand, once training is over
     sums: bool = False  #: its results are sums or means of numbers of its input
-    softmax: bool = False  #: its results are shares of exponentials along an axis, so that very negative numbers hide
+    softmax: bool = False  #: its results are shares of exponentials along an axis: very negative numbers have none
     #: "vectors" if it normalises each vector by its own statistics, then scales its channels; "channels" if its scale
     #: and shift are those of the channels on axis 1
     norm: str = ""
@@ -74,7 +74,7 @@ class OpDef:
     #: operators of which it is a special case, nearest first; a platform may list one of them instead
     case_of: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()  #: groups of operators that contain it, which platform files name as "@group"
-    #: operator that a chip may have instead -> how it stands in for this one at little loss, perhaps after training
+    #: operator that a user may take instead if a chip lacks this one -> how to write it; some need training
     stand_ins: Mapping[str, str] = field(default_factory=dict)
 
     def slot(self, index: int) -> str:
@@ -97,18 +97,19 @@ UNKNOWN = OpDef(slots=("ins*",), view=True)
 
 
 def facts_of(op: str, attrs: Mapping[str, Any]) -> OpDef:
-    """Return the facts that hold for an operator with these attributes; `UNKNOWN` for one without a row."""
+    """Return the row of an operator with the facts that hold for these attributes; `UNKNOWN` if it has no row."""
     row = OPS.get(op, UNKNOWN)
-    untrue: dict[str, Any] = {f: False for f, ways in row.holds_if.items() if not any(_met(way, attrs) for way in ways)}
+    untrue: dict[str, Any] = {
+        fact: False
+        for fact, alternatives in row.holds_if.items()
+        if not any(all(_equals(attrs.get(name), v) for name, v in wanted.items()) for wanted in alternatives)
+    }
     return replace(row, **untrue) if untrue else row
 
 
-def _met(wanted: Mapping[str, Any], attrs: Mapping[str, Any]) -> bool:
-    return all(_equal(attrs.get(name), value) for name, value in wanted.items())
-
-
-def _equal(given: Any, wanted: Any) -> bool:
-    return all(_equal(v, wanted) for v in given) if isinstance(given, tuple) else bool(given == wanted)
+def _equals(value: Any, wanted: Any) -> bool:
+    """Return whether a value, or each element of a tuple, equals the wanted one."""
+    return all(_equals(v, wanted) for v in value) if isinstance(value, tuple) else bool(value == wanted)
 
 
 _COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert tflm layers".split()
@@ -116,8 +117,8 @@ _FILES = "products recurrent activations norms arithmetic windows reductions mov
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 #: column -> operator -> what stands in that column of its row
 CELLS: dict[str, dict[str, Any]] = {column: {} for column in _COLUMNS}
-_readers: dict[str, list[Callable[..., None]]] = {}  #: column -> the functions that read it
-_filled: dict[str, list[dict[Any, Any]]] = {}  #: column -> what these functions fill
+_readers: dict[str, list[Callable[..., None]]] = {}  #: column -> the functions that read its cells
+_filled: dict[str, list[dict[Any, Any]]] = {}  #: column -> the tables that these functions fill
 
 OPS: dict[str, OpDef] = {}
 #: attribute -> the kind of its values, see `vocabulary.yaml`
@@ -159,14 +160,14 @@ def add_operators(rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _add_operator(op: str, row: Mapping[str, Any]) -> None:
-    """Add the row of one operator; tables keep what is entered before an error."""
+    """Add the row of one operator; the caller removes what was entered if an error follows."""
     if op in OPS:
         raise ConfigError(f"An operator named '{op}' exists already", hint="give the new operator another name")
     OPS[op] = _definition(op, **{k: v for k, v in row.items() if k not in _COLUMNS})
     GROUPS.update({f"@{g}": GROUPS.get(f"@{g}", frozenset()) | {op} for g in OPS[op].groups})
     for column in row.keys() & _readers.keys():
         for enter in _readers[column]:
-            _read(enter, column, op, row[column])
+            _enter_cell(enter, column, op, row[column])
     for column in row.keys() & CELLS.keys():
         CELLS[column][op] = row[column]
 
@@ -190,7 +191,7 @@ def read_column(column: str, enter: Callable[..., None], *filled: dict[Any, Any]
     A cell that is not a mapping becomes the field `name`.
 
     Args:
-        filled: the tables that `enter` fills, from which a row that is refused is taken out again.
+        filled: the tables that `enter` fills, so that a refused row can be removed from them.
 
     Raises:
         ConfigError: a cell has fields that `enter` does not take.
@@ -198,10 +199,11 @@ def read_column(column: str, enter: Callable[..., None], *filled: dict[Any, Any]
     _readers.setdefault(column, []).append(enter)
     _filled.setdefault(column, []).extend(filled)
     for op, cell in CELLS[column].items():
-        _read(enter, column, op, cell)
+        _enter_cell(enter, column, op, cell)
 
 
-def _read(enter: Callable[..., None], column: str, op: str, cell: Any) -> None:
+def _enter_cell(enter: Callable[..., None], column: str, op: str, cell: Any) -> None:
+    """Enter each form that a cell lists, except reasons why there is none."""
     for form in cell if isinstance(cell, list) else [cell]:
         given = form if isinstance(form, Mapping) else {"name": form}
         if "refused" in given:

@@ -83,12 +83,12 @@ def _enter_cell(
         op: the canonical operator. Its operands are tensors of the call and then the layer's variables.
         name: operations of keras.ops.
         layers: classes of layers; "Conv*D" stands for 1, 2 and 3 axes.
-        variables: names of the layer's variables, by slot of the operator behind the data.
+        variables: names of the layer's variables, in the order of the operator's slots behind its data.
         only: a condition of `_CONDITIONS`.
         attrs: "attribute=setting:conversion" for each attribute, by `_CONVERSIONS`; or "attribute:function", by
             `_FUNCTIONS`.
         fixed: attributes with constant values.
-        read: a reader that takes the place of the last four, or a function of `_READERS_OF`.
+        read: a reader that takes the place of the last four arguments, or the name of a function of `_READERS_OF`.
         activation: name of the operator among `keras.activations`, if its code there cannot be traced.
     """
     if activation:
@@ -120,7 +120,7 @@ def _static(shape: Sequence[int | None]) -> tuple[int, ...]:
     return tuple(-1 if d is None else d for d in shape)
 
 
-def _result(r: KerasCall, x: Value) -> tuple[int, ...]:
+def _result_shape(r: KerasCall, x: Value) -> tuple[int, ...]:
     """Return the shape of a result, with -1 for the unknown size.
 
     A layer that was called with an unknown batch may have (None, -1, n) as the shape of a reshape: the batch stays, and
@@ -135,7 +135,7 @@ def _result(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _static(r.shape)
 
 
-def _sizes(r: KerasCall, x: Value) -> tuple[int, ...]:
+def _part_sizes(r: KerasCall, x: Value) -> tuple[int, ...]:
     """Return the sizes of the parts of a split, which are known."""
     sizes = [o.shape[r.op.axis % len(x.shape)] for o in r.outputs]
     known = tuple(s for s in sizes if s is not None)
@@ -147,8 +147,8 @@ def _channels_last(r: KerasCall, x: Value) -> bool:
     return r.op.data_format in (None, "channels_last")
 
 
-def _bare(r: KerasCall, x: Value) -> bool:
-    """Return whether the operation has no further setting: no initial value, no decimals, no other type."""
+def _without_options(r: KerasCall, x: Value) -> bool:
+    """Return whether the operation has no option that its canonical operator lacks: initial value, decimals, type."""
     o = r.op
     rest = getattr(o, "initial", None) is None and not getattr(o, "decimals", 0)
     return rest and (getattr(o, "dtype", None) is None or r.dtype == x.dtype)
@@ -166,7 +166,8 @@ def _last_shape(r: KerasCall, x: Value) -> tuple[int | None, ...]:
     return x.shape[rank - len(axes) :]
 
 
-def _reduced(r: KerasCall, x: Value) -> tuple[int, ...]:
+def _reduced_axes(r: KerasCall, x: Value) -> tuple[int, ...]:
+    """Return the axes that are reduced, in order; all of them if the operation names none."""
     axes = range(len(x.shape)) if r.op.axis is None else per_axis(r.op.axis, 1)
     return tuple(sorted(a % len(x.shape) for a in axes))
 
@@ -175,20 +176,20 @@ def _window(r: KerasCall, x: Value) -> tuple[int, ...]:
     return per_axis(r.op.pool_size, len(x.shape) - 2)
 
 
-def _steps(r: KerasCall, x: Value) -> tuple[int, ...]:
+def _strides(r: KerasCall, x: Value) -> tuple[int, ...]:
     return _window(r, x) if r.op.strides is None else per_axis(r.op.strides, len(x.shape) - 2)
 
 
 def _pool_padding(r: KerasCall, x: Value) -> paddings.Pairs:
-    return _padding(r.op.padding, x.shape[1:-1], _window(r, x), _steps(r, x), (1,) * (len(x.shape) - 2))
+    return _padding(r.op.padding, x.shape[1:-1], _window(r, x), _strides(r, x), (1,) * (len(x.shape) - 2))
 
 
 def _padding(*args: Any) -> paddings.Pairs:
     return present(paddings.numbers(*args))
 
 
-def _border(r: KerasCall, x: Value) -> tuple[tuple[int, int], ...]:
-    """Return the zeros of a padding layer, for every axis."""
+def _zero_padding(r: KerasCall, x: Value) -> tuple[tuple[int, int], ...]:
+    """Return the number of zeros that a padding layer adds before and behind each axis."""
     return ((0, 0), *((int(lo), int(hi)) for lo, hi in np.atleast_2d(r.op.padding)), (0, 0))
 
 
@@ -196,14 +197,15 @@ def _interpolation(r: KerasCall, x: Value) -> str:
     return present({"nearest": "nearest", "bilinear": "linear"}.get(getattr(r.op, "interpolation", "nearest")))
 
 
-def _swapped(r: KerasCall, x: Value) -> tuple[int, ...]:
+def _swapped_axes(r: KerasCall, x: Value) -> tuple[int, ...]:
+    """Return the permutation of numpy.swapaxes."""
     order = list(range(len(x.shape)))
     a, b = r.op.axis1, r.op.axis2
     order[a], order[b] = order[b], order[a]
     return tuple(order)
 
 
-def _moved(r: KerasCall, x: Value) -> tuple[int, ...]:
+def _moved_axes(r: KerasCall, x: Value) -> tuple[int, ...]:
     """Return the permutation of numpy.moveaxis."""
     rank = len(x.shape)
     axes = zip(per_axis(r.op.source, 1), per_axis(r.op.destination, 1), strict=True)
@@ -223,32 +225,32 @@ def _repeats(r: KerasCall, x: Value) -> tuple[int, ...]:
 
 #: conditions that cells name
 _CONDITIONS: dict[str, Callable[[KerasCall, Value], bool]] = {
-    "bare": _bare,
+    "without_options": _without_options,
     "centred": lambda r, x: not r.op.rms_scaling,
     "channels_last": _channels_last,
-    "euclidean": lambda r, x: r.op.ord is None or (r.op.ord == 2 and len(_reduced(r, x)) == 1),
+    "euclidean": lambda r, x: r.op.ord is None or (r.op.ord == 2 and len(_reduced_axes(r, x)) == 1),
     "last_axis": _last_axis,
 }
 #: functions of the call and its first tensor that cells name
 _FUNCTIONS: dict[str, Callable[[KerasCall, Value], Any]] = {
-    "border": _border,
+    "zero_padding": _zero_padding,
     "last_shape": _last_shape,
-    "moved": _moved,
+    "moved_axes": _moved_axes,
     "new_axis": lambda r, x: (_integer(r.op.axis) % len(r.shape),),
-    "ordered": lambda r, x: tuple(a % len(x.shape) for a in r.op.axes or reversed(range(len(x.shape)))),
+    "all_axes": lambda r, x: tuple(a % len(x.shape) for a in r.op.axes or reversed(range(len(x.shape)))),
     "permuted_dims": lambda r, x: (0, *r.op.dims),
     "pool_padding": _pool_padding,
-    "reduced": _reduced,
+    "reduced_axes": _reduced_axes,
     "repeats": _repeats,
-    "result": _result,
-    "sizes": _sizes,
-    "steps": _steps,
-    "swapped": _swapped,
-    "undilated": lambda r, x: (1,) * (len(x.shape) - 2),
+    "result_shape": _result_shape,
+    "part_sizes": _part_sizes,
+    "strides": _strides,
+    "swapped_axes": _swapped_axes,
+    "no_dilation": lambda r, x: (1,) * (len(x.shape) - 2),
     "window": _window,
 }
 
-_POOL: dict[str, Any] = {"kernel": _window, "stride": _steps, "padding": _pool_padding, "ceil_mode": False}
+_POOL: dict[str, Any] = {"kernel": _window, "stride": _strides, "padding": _pool_padding, "ceil_mode": False}
 
 
 # ---------------------------------------------------------------- convolutions and linear layers
@@ -469,11 +471,11 @@ def _comparison(op: str) -> Reader:
 @reads("", "Any")
 @reads("", "All")
 def _any(r: KerasCall, x: Value) -> Value:
-    """Read whether any, or all, of some conditions hold: the largest, or least, of zeros and ones is above a half."""
+    """Read `any` and `all` of conditions as the greatest, or least, of zeros and ones, compared with a half."""
     require(x.dtype == "bool" and bool(x.shape))
     kind, keep = "ReduceMax" if type(r.op).__name__ == "Any" else "ReduceMin", bool(r.op.keepdims)
     ones = r.emit("Cast", [x], x.shape, "float32", part="ones", dtype="float32")
-    most = r.emit(kind, [ones], r.shape, "float32", part="most", axes=_reduced(r, x), keepdims=keep)
+    most = r.emit(kind, [ones], r.shape, "float32", part="most", axes=_reduced_axes(r, x), keepdims=keep)
     return r.emit("Greater", [most, r.operand(0.5, "float32")])
 
 
@@ -507,7 +509,7 @@ def _relu(r: KerasCall, x: Value) -> Value:
 
 
 def _relu_from(r: KerasCall, x: Value, slope: float, high: float | None, threshold: float) -> Value:
-    """Append the operators of a rectifier with a threshold."""
+    """Append a ReLU with a threshold: where(x > threshold, clip(x), 0) - slope relu(threshold - x)."""
     above = r.emit("Greater", [x, r.operand(threshold)], x.shape, "bool", part="above")
     y = r.emit("Where", [above, x, r.operand(0.0)], part="" if high is None and not slope else "kept")
     if high is not None:
@@ -678,31 +680,31 @@ def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
 @reads("", "OneHot")
 def _one_hot(r: KerasCall, x: Value) -> Value:
     require(not r.op.sparse)
-    return _classes(r, x, r.op.num_classes, r.op.axis)
+    return _one_hot_encoding(r, x, r.op.num_classes, r.op.axis)
 
 
 @reads("", "MultiHot")
 def _multi_hot(r: KerasCall, x: Value) -> Value:
     require(r.op.axis == -1 and len(x.shape) > 1 and not r.op.sparse)
-    each = _classes(r, x, r.op.num_classes, part="each")
+    each = _one_hot_encoding(r, x, r.op.num_classes, part="each")
     return r.emit("ReduceMax", [each], None, each.dtype, axes=(1,), keepdims=False)
 
 
 @reads("CategoryEncoding")
 def _category_encoding(r: KerasCall, x: Value) -> Value:
-    """Read classes as their columns; several classes of a sample, on axis 1, are joined or counted."""
+    """Read one-hot encodings of classes; several classes of a sample, along axis 1, become one row or their counts."""
     mode, n = r.op.output_mode, r.op.num_tokens
     require(not r.op.sparse and len(x.shape) > 1)
     if mode == "one_hot":
         if x.shape[-1] == 1:
             x = r.emit("Reshape", [x], x.shape[:-1], x.dtype, "entries", shape=_static(x.shape[:-1]))
-        return _classes(r, x, n)
-    each = _classes(r, x, n, part="each")
+        return _one_hot_encoding(r, x, n)
+    each = _one_hot_encoding(r, x, n, part="each")
     return r.emit("ReduceMax" if mode == "multi_hot" else "Sum", [each], axes=(1,), keepdims=False)
 
 
-def _classes(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> Value:
-    """Append 1 for each entry's class on a new axis of `n` classes, and 0 for the others."""
+def _one_hot_encoding(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> Value:
+    """Append the one-hot encoding of integers, over `n` classes along a new axis."""
     rank = len(x.shape) + 1
     axis %= rank
     shape = (*x.shape[:axis], n, *x.shape[axis:])
@@ -716,7 +718,7 @@ def _classes(r: KerasCall, x: Value, n: int, axis: int = -1, part: str = "") -> 
 
 @reads("", "Digitize")
 def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
-    """Read the number of bins that begin at or below each entry."""
+    """Read `digitize`: the number of edges that are at most as large as each entry."""
     require("float" in x.dtype and not isinstance(bins, Value))
     edges = keras.ops.convert_to_numpy(bins)
     column = r.emit("Unsqueeze", [x], (*x.shape, 1), x.dtype, "column", axes=(len(x.shape),))
@@ -727,7 +729,7 @@ def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
 
 @reads("", "Repeat")
 def _repeat(r: KerasCall, x: Value) -> Value:
-    """Read copies of each entry along an axis: an axis of size 1 is tiled, others get an axis for the copies."""
+    """Read `repeat`: an axis of size 1 is tiled; others get a new axis, which is tiled and merged into them."""
     repeats, axis = tuple(int(n) for n in np.atleast_1d(r.op.repeats)), r.op.axis
     require(isinstance(axis, int) and x.shape[axis] is not None)
     axis %= len(x.shape)

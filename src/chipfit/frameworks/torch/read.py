@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from chipfit.files import package_data
-from chipfit.frameworks.reading import Unreadable, per_axis, require
+from chipfit.frameworks.reading import Unreadable, per_axis, present, require
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
 from chipfit.operators.table import OPS, attribute_words, enters, read_column
@@ -48,6 +48,7 @@ _CONVERSIONS: dict[str, Callable[[TorchCall, Any], Any]] = {
     "bool": lambda c, v: bool(v),
     "axis": lambda c, v: v % c.rank,
     "axes": lambda c, v: tuple(a % c.rank for a in (range(c.rank) if v is None else per_axis(v, 1))),
+    "integers": lambda c, v: per_axis(present(v or None), 1),
     "new_axis": lambda c, v: (v % (c.rank + 1),),
     "spatial": lambda c, v: per_axis(v, _spatial(c)),
     "stride": lambda c, v: per_axis(v or c.static("kernel_size"), _spatial(c)),
@@ -917,12 +918,6 @@ def _image(c: TorchCall) -> Any:
     return c.emit("Reshape", [y], shape=_reshape_target(like))
 
 
-@reads("roll")
-def _roll(c: TorchCall) -> Any:
-    require(c.static("dims"))  # else it rolls the flattened tensor
-    return c.emit("Roll", [c.value("self")], shifts=per_axis(c.static("shifts"), 1), axes=per_axis(c.static("dims"), 1))
-
-
 @reads(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
     " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
@@ -967,11 +962,6 @@ def _to(c: TorchCall) -> Any:
     if c.tensor("self").dtype is c.result.dtype:
         return c.value("self")
     return c.emit("Cast", [c.value("self")], dtype=str(c.result.dtype).removeprefix("torch."))
-
-
-@reads("sym_size")
-def _size(c: TorchCall) -> Any:
-    return c.emit("Size", [c.value("self")], axis=c.static("dim"))
 
 
 read_column("torch", enter_cell, READERS)
