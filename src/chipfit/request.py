@@ -1,4 +1,4 @@
-"""The arguments of `quantize` that no stage changes, and the checks of all of them before anything is read."""
+"""The arguments of `quantize` that no stage changes, and checks of its options before model and data are read."""
 
 from dataclasses import dataclass
 from numbers import Integral
@@ -28,8 +28,8 @@ class Request:
     training: Training | None
     progress: Progress
     states: tuple[str, ...] = ()  #: inputs that hold states
-    open_rule: bool = False  #: the range rule of activations was left open
-    other_sizes: tuple[SizeMismatch, ...] = ()  #: batches of other sizes than the example's: these sizes stay open
+    open_rule: bool = False  #: the user named no range rule for activations, so that repairs may try others
+    other_sizes: tuple[SizeMismatch, ...] = ()  #: batches of other sizes than the example's, which stay open
 
 
 def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> None:
@@ -39,16 +39,16 @@ def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> N
         ConfigError, UnknownNameError: naming the option.
     """
     z = rules.z_threshold
-    whole = isinstance(seed, Integral) and -(2**63) <= int(seed) < 2**63
+    valid_seed = isinstance(seed, Integral) and -(2**63) <= int(seed) < 2**63
     are_settings, are_limits = isinstance(settings, Settings), limits is None or isinstance(limits, Limits)
     options: tuple[tuple[str, Any, bool, str], ...] = (
         ("settings", settings, are_settings, "chipfit.Settings(...), as in Settings(rounding='gptq')"),
         ("z_threshold", z, z is None or (is_number(z) and z > 0), "None, or above 0"),
         ("limits", limits, are_limits, "None, or chipfit.Limits(...), as in Limits(weights='60%')"),
-        ("seed", seed, whole, "an integer of 64 bits"),
+        ("seed", seed, valid_seed, "an integer of 64 bits"),
     )
-    for name, value, fits, allowed in options:
-        if not fits:
+    for name, value, valid, allowed in options:
+        if not valid:
             raise ConfigError(f"Option '{name}' is not understood", got=repr(value)[:120], allowed=allowed)
     for rule in (rules.rule, rules.weight_rule):
         rule_of(rule)
@@ -56,10 +56,10 @@ def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> N
 
 
 def check_limits(limits: Limits | None, platform: Platform) -> None:
-    """Refuse limits on a file that the platform does not have.
+    """Check that the platform has the file whose memory is limited.
 
     Raises:
-        ConfigError: naming the limit.
+        ConfigError: it has no such file; the error names the limit.
     """
     suffixes = {entry("runtime", name).declares.suffix for name in platform.runtimes}
     if limits is None or not limits.of_file() or ".tflite" in suffixes:
@@ -70,10 +70,10 @@ def check_limits(limits: Limits | None, platform: Platform) -> None:
 
 
 def settings_for(settings: Settings, training: Training | None, platform: Platform) -> Settings:
-    """Return the settings with defaults that depend on training and platform.
+    """Return the settings with the defaults that follow from training and platform.
 
-    Rounding and repairs are off if training needs folded batch norms to stay separable. Kernels output no floats if
-    only integers are allowed.
+    Results are integers if nothing may run in float. Training with folded batch norms starts without rounding and
+    repairs: both change weights that such a batch norm must be taken out of again.
     """
     if settings.results is None and (settings.integer_only or not platform.float_unit):
         settings = Settings(**settings.to_record(), results="codes")

@@ -1,13 +1,13 @@
 """Computation with torch's defaults, whatever the caller has set; the caller's settings are restored afterwards.
 
-TF32, which convolutions of CUDA use unless told otherwise, and bfloat16 of oneDNN keep 10 and 7 bits of a factor, so
-that sums of codes which are exact in float32 become wrong. Autocast does the same. Some kernels of cuDNN add in an
-order that changes from call to call. A default device or number type decides where and how new tensors are made.
+TF32, the default of CUDA's convolutions, and oneDNN's bfloat16 keep 10 and 7 bits of a factor, so that sums of codes
+that are exact in float32 become wrong. Autocast has the same effect. Some kernels of cuDNN add in an order that changes
+from call to call. A default device or type of the user would change where and how new tensors are made.
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from chipfit.engine.memory import memory_errors
 from chipfit.engine.process import SharedState
 from chipfit.graph.ir import CPU
 
-_THREAD = threading.local()  #: `users`: default device and type of the thread's caller
+_THREAD = threading.local()  #: its attribute `users`: the user's default device and type in this thread
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def torch_defaults() -> Iterator[None]:
 
 @contextmanager
 def users_defaults() -> Iterator[None]:
-    """Let new tensors be made as the user's code makes them, inside `torch_defaults`."""
+    """Restore the user's default device and type for a block of the user's code inside `torch_defaults`."""
     device, dtype = getattr(_THREAD, "users", None) or (CPU, torch.get_default_dtype())
     before = torch.get_default_dtype()
     try:
@@ -57,54 +57,49 @@ def users_defaults() -> Iterator[None]:
 
 
 def _accelerator() -> str:
-    found = torch.accelerator.current_accelerator()
-    return "cpu" if found is None else found.type
+    device = torch.accelerator.current_accelerator()
+    return "cpu" if device is None else device.type
 
 
-def _switch_off() -> Callable[[], None]:
-    """Switch off what makes sums inexact or changes their order, and another default type; return what restores it.
+def _set_defaults() -> Callable[[], None]:
+    """Switch to exact products, sums of a fixed order and float32 as default type; return a function that restores all.
 
-    Torch has two sets of switches for products. Reading one of the old set raises a RuntimeError after the new one was
-    used, so that the old one is used as far as it answers.
+    Torch has an old and a new interface for the precision of products. The old one raises a RuntimeError if the user
+    has used the new one. The old settings are left alone then, as the new ones decide.
     """
-    found: Any = torch.backends  # the types of torch lack some of its switches
-    cudnn, mkldnn = found.cudnn, found.mkldnn
-    new = (found.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-    before, dtype = [switch.fp32_precision for switch in new], torch.get_default_dtype()
+    backends: Any = torch.backends  # the types of torch lack some of its switches
+    cudnn, mkldnn = backends.cudnn, backends.mkldnn
+    switches = (backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+    before, dtype = [switch.fp32_precision for switch in switches], torch.get_default_dtype()
     undo = list[Callable[[], Any]]()
-    try:
+    with suppress(RuntimeError):
         matmul = torch.get_float32_matmul_precision()
         if matmul != "highest":
             torch.set_float32_matmul_precision("highest")
             undo.append(lambda: torch.set_float32_matmul_precision(matmul))
-    except RuntimeError:
-        pass
-    try:
+    with suppress(RuntimeError):
         if cudnn.allow_tf32:
             cudnn.allow_tf32 = False
             undo.append(lambda: setattr(cudnn, "allow_tf32", True))
-    except RuntimeError:
-        pass
-
     algorithms = cudnn.deterministic, cudnn.benchmark
     cudnn.deterministic, cudnn.benchmark = True, False  # the same call learns the same weights
 
     def restore() -> None:
         cudnn.deterministic, cudnn.benchmark = algorithms
-        for f in undo:
-            f()
-        _set(new, before)
+        for step in undo:
+            step()
+        _set_precisions(switches, before)
         torch.set_default_dtype(dtype)
 
-    _set(new, [p if p in ("none", "ieee") else "ieee" for p in (switch.fp32_precision for switch in new)])
+    _set_precisions(switches, [p if p == "none" else "ieee" for p in (switch.fp32_precision for switch in switches)])
     torch.set_default_dtype(torch.float32)
     return restore
 
 
-_SWITCHES = SharedState(_switch_off)
+_SWITCHES = SharedState(_set_defaults)
 
 
-def _set(switches: Any, values: list[str]) -> None:
+def _set_precisions(switches: Any, values: list[str]) -> None:
     for switch, value in zip(switches, values, strict=True):
         if switch.fp32_precision != value:
             switch.fp32_precision = value

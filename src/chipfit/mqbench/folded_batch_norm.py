@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class FoldedBatchNorm(nn.Module):
         if bn is not None and (bn.running_mean is None or bn.running_var is None):
             raise UnsupportedError("A batch norm without running statistics cannot be folded")
         self.strategy = strategy_of(strategy)
-        self._previous: dict[str, Any] = {}  #: the running statistics before the last step
+        self._previous: dict[str, Any] = {}  #: mean and var before the last step, for its recomputation
         self.layer: Any = layer
         self.bn: Any = bn
         self.weight_quantizer = weight_quantizer
@@ -65,16 +66,15 @@ class FoldedBatchNorm(nn.Module):
         layer, bn = self.layer, self.bn
         if bn is None:
             return _call(layer, x, self.weight_quantizer(layer.weight), layer.bias)
-        training, again = self.training and bn.training, is_recomputation()
-        updates = training and self.strategy != 1
-        own = self._normalized()
-        if again and updates:
-            own = replace(own, norm=replace(own.norm, **self._previous))
-        rounded = self.weight_quantizer, _identity
-        y, batch = own.run(self.strategy, training, lambda w, b: _call(layer, x, w, b), *rounded)
-        if batch is not None and not again:
-            self._previous = {"mean": own.norm.mean.clone(), "var": own.norm.var.clone()}
-            update_statistics(bn.running_mean, bn.running_var, batch, self._momentum(), y.numel())
+        training, recomputed = self.training and bn.training, is_recomputation()
+        normalized = self._normalized()
+        if recomputed and training and self.strategy != 1:  # the first pass has updated the statistics
+            normalized = replace(normalized, norm=replace(normalized.norm, **self._previous))
+        run = partial(_call, layer, x)
+        y, batch = normalized.run(self.strategy, training, run, self.weight_quantizer, _identity)
+        if batch is not None and not recomputed:
+            self._previous = {"mean": normalized.norm.mean.clone(), "var": normalized.norm.var.clone()}
+            update_statistics(bn.running_mean, bn.running_var, batch, self._count_step(), y.numel())
         return y
 
     def fold(self) -> nn.Module:
@@ -114,16 +114,15 @@ class FoldedBatchNorm(nn.Module):
         return out  # type: ignore[no-any-return]  # of the class of the layer
 
     def _normalized(self) -> NormalizedLayer:
-        layer, bn, one = self.layer, self.bn, torch.ones_like(self.bn.running_var)
-        gamma, beta = (one, one - one) if bn.weight is None else (bn.weight, bn.bias)
+        """Return layer and batch norm in the form that the strategies compute with."""
+        layer, bn, mean = self.layer, self.bn, self.bn.running_mean
+        gamma, beta = (torch.ones_like(mean), torch.zeros_like(mean)) if bn.weight is None else (bn.weight, bn.bias)
         at = channels(layer.weight, layer.groups if isinstance(layer, _ConvTransposeNd) else None)
-        bias = layer.bias if layer.bias is not None else torch.zeros_like(bn.running_mean)
-        return NormalizedLayer(
-            TorchOps, layer.weight, bias, Norm(gamma, beta, bn.running_mean, bn.running_var, bn.eps), at
-        )
+        bias = layer.bias if layer.bias is not None else torch.zeros_like(mean)
+        return NormalizedLayer(TorchOps, layer.weight, bias, Norm(gamma, beta, mean, bn.running_var, bn.eps), at)
 
-    def _momentum(self) -> Any:
-        """Count a step, and return its momentum; without a momentum, all steps have the same weight."""
+    def _count_step(self) -> Any:
+        """Count a step of training and return its momentum; if the user sets none, all steps have the same weight."""
         count = self.bn.num_batches_tracked
         if count is not None:
             count.add_(1)
@@ -131,10 +130,10 @@ class FoldedBatchNorm(nn.Module):
 
 
 def _call(layer: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """Run the layer with another weight and bias."""
+    """Run the layer with another weight and bias, and its own stride, padding and other settings."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, w, b)
     if not isinstance(layer, _ConvTransposeNd):
-        return layer._conv_forward(x, w, b)  # type: ignore[no-any-return]  # with its padding mode
+        return layer._conv_forward(x, w, b)  # type: ignore[no-any-return]  # a tensor
     convolve: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[w.dim() - 3]
     return convolve(x, w, b, layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation)

@@ -21,10 +21,10 @@ _SPREAD = 8.0
 _OFF_CENTRE = 3.0
 #: operators that compute a step where the platform does not list it
 _PARTS = {"Div": ("Mul",), "BatchNorm": ("Mul", "Add")}
-Test = Callable[[Graph, Node], bool]
+Test = Callable[[Graph, Node], bool]  #: whether the platform computes a node in integers
 Affine = tuple[torch.Tensor, torch.Tensor]  #: factor and addend of each input channel of the layer, [] or [I] float64
-#: axis of a value -> index on it of the numbers that become each input channel of the layer, [I]; on other axes, the
-#: numbers at all indices become the same channels
+#: axis of a value -> index along it of the numbers that become each input channel of the layer, [I]. Numbers that
+#: differ in their index along another axis become the same channel
 Places = Mapping[int, torch.Tensor]
 
 
@@ -41,18 +41,22 @@ def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
     graph, notes, folded = graph.copy(), list[str](), list[Node]()
     readers, makers = Readers(graph), graph.producers()
     for layer in [n for n in graph.nodes if is_linear(graph, n) and n.op not in TRANSPOSED]:
-        steps, (k, c) = _steps(readers, makers, layer, in_integers)
+        steps, (k, c) = _foldable_steps(readers, makers, layer, in_integers)
         if not steps or readers.why_fixed(layer):
             continue
         fold_into(graph, layer, k, c)
-        folded += steps  # that no other layer reads
+        folded += steps
         names = ", ".join(dict.fromkeys(f"'{n.display_name}'" for n in steps))
         notes.append(f"folded {names} into '{layer.display_name}'")
     return Rewritten(without_steps(graph, folded), notes)
 
 
 def fold_into(graph: Graph, layer: Node, k: torch.Tensor, c: torch.Tensor) -> None:
-    """Let a linear operator read x where it read k x + c; k and c are [] or [I], of its input channels."""
+    """Change a linear operator so that it gives for x what it gave for k x + c.
+
+    Args:
+        k, c: factor and addend of its input channels, [] or [I].
+    """
     w = graph.weights[layer.weight].detach()
     channels = in_groups(layer, w)
     k, c = (v.expand(_in_channels(graph, layer)) for v in (k, c))
@@ -63,15 +67,18 @@ def fold_into(graph: Graph, layer: Node, k: torch.Tensor, c: torch.Tensor) -> No
     graph.nodes[graph.nodes.index(layer)] = folded
 
 
-def _steps(readers: Readers, makers: Mapping[str, Node], layer: Node, in_integers: Test) -> tuple[list[Node], Affine]:
-    """Return the steps in front of a linear operator that fold into it, and k and c of all.
+def _foldable_steps(
+    readers: Readers, makers: Mapping[str, Node], layer: Node, in_integers: Test
+) -> tuple[list[Node], Affine]:
+    """Return the steps in front of a linear operator that fold into it together, nearest first, and their k and c.
 
-    Between them may be operators that move numbers, and behind factors above 0 those that pool each channel.
+    Pass-through operators may stand between them. So may pools of each channel, if the factors in front of them are
+    positive: the greatest x then stays the greatest k x + c.
     """
-    graph, value, steps, pooled = readers.graph, layer.data, list[Node](), False
+    graph, value, pooled, steps = readers.graph, layer.data, False, list[Node]()
     places: Places = {channel_axis(layer) % len(graph.shape(value)): torch.arange(_in_channels(graph, layer))}
     factor, addend = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    found: tuple[list[Node], Affine] = [], (factor, addend)
+    foldable: tuple[list[Node], Affine] = [], (factor, addend)
     while (n := makers.get(value)) is not None and readers.only(value) is not None:
         if (before := _across(graph, n, places)) is not None:
             places, value, pooled = before, n.data, pooled or not OPS[n.op].view
@@ -87,9 +94,9 @@ def _steps(readers: Readers, makers: Mapping[str, Node], layer: Node, in_integer
         factor, addend = factor * step[0], factor * step[1] + addend
         steps.append(n)
         value = data
-        if folds(layer, factor, addend):
-            found = [*steps], (factor, addend)
-    return found
+        if can_fold(layer, factor, addend):
+            foldable = [*steps], (factor, addend)
+    return foldable
 
 
 def _computed(graph: Graph, n: Node | None, in_integers: Test) -> bool:
@@ -98,7 +105,7 @@ def _computed(graph: Graph, n: Node | None, in_integers: Test) -> bool:
 
 
 def _across(graph: Graph, n: Node, places: Places) -> Places | None:
-    """Return the places in the data of a node that k x + c of its data crosses unchanged; None for other nodes."""
+    """Return the places in the operand of a node that commutes with k x + c of each channel; None for other nodes."""
     if n.op == "Transpose":
         return {n.attrs["perm"][axis]: at for axis, at in places.items()}
     if n.op == "Reshape":
@@ -141,7 +148,7 @@ def affine(graph: Graph, n: Node, places: Places) -> Affine | None:
 
 
 def _by_channel(graph: Graph, name: str | None, rank: int, places: Places) -> torch.Tensor | None:
-    """Return a constant operand, [] or [I] float64, if it has one number for each input channel of the layer."""
+    """Return a constant operand as numbers of the layer's input channels, [] or [I] float64; None if they vary more."""
     if name is None or not graph.is_weight(name) or not graph.is_float(name):
         return None
     w = graph.weights[name].detach().double()
@@ -156,19 +163,19 @@ def _in_channels(graph: Graph, layer: Node) -> int:
     return parts.shape[0] * parts.shape[2]
 
 
-def folds(
+def can_fold(
     layer: Node, k: torch.Tensor, c: torch.Tensor, spread: float = _SPREAD, off_centre: float = _OFF_CENTRE
 ) -> bool:
-    """Return whether k x + c can be folded into a linear operator that reads it, without loss."""
+    """Return whether k x + c can be folded into a linear operator that reads it, and weights still round as well."""
     if bool(c.any()) and any(p for pair in layer.attrs.get("padding", ()) for p in pair):
-        return False  # the padding is added behind it
+        return False  # c is not added to the zeros of the padding
     if not bool(torch.isfinite(k).all() and torch.isfinite(c).all() and (k != 0).all()):
         return False
     return float(k.abs().max() / k.abs().min()) <= spread and float(c.abs().max()) <= off_centre
 
 
 def without_steps(graph: Graph, steps: Sequence[Node]) -> Graph:
-    """Return a graph without steps: what read the result of one reads its operand, before the steps in a row."""
+    """Return a graph without steps: consumers of one read its operand, and of several in a row the first's operand."""
     operands = {n.output: graph.activations(n)[0] for n in steps}
     for result in operands:
         while (before := operands.get(operands[result])) is not None:

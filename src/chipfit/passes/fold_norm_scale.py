@@ -7,7 +7,7 @@ import torch
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import facts_of
-from chipfit.passes.fold_affine import Affine, affine, fold_into, folds, without_steps
+from chipfit.passes.fold_affine import Affine, affine, can_fold, fold_into, without_steps
 from chipfit.passes.rewriting import Adapted, Readers, Stats
 from chipfit.registry import register
 
@@ -40,7 +40,7 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
         steps, (scale, shift) = _steps(readers, last)
         if not steps or found.refusal or readers.why_fixed(*found.ends):
             continue
-        if not all(_takes(assignment, n) and folds(n, scale, shift, _SPREAD, math.inf) for n in found.ends):
+        if not all(_takes(assignment, n) and can_fold(n, scale, shift, _SPREAD, math.inf) for n in found.ends):
             continue
         for layer in found.ends:
             fold_into(graph, layer, scale, shift)

@@ -16,7 +16,7 @@ from chipfit.quantizers.tables import constant
 
 
 def _fault(grid: Grid) -> str:
-    """Return what is wrong with a grid; "" if it is valid."""
+    """Return the fault of a grid, as the end of a message; "" if it is valid."""
     if not 1 <= grid.bits <= 64 or not grid.qmin < grid.qmax:
         return "it has no codes"
     wide = grid.qmin < -(1 << grid.bits - 1) or grid.qmax >= 1 << grid.bits or grid.qmax - grid.qmin >= 1 << grid.bits
@@ -36,7 +36,7 @@ def scales_per_output(scale: torch.Tensor, outputs: int) -> torch.Tensor:
     return scale.repeat(outputs // scale.numel()) if scale.dim() and outputs > scale.numel() else scale
 
 
-#: scales and zero points on other devices than the CPU, with the versions that they were copied from
+#: tensor -> device -> version of its scale and zero point, and their copies on the device
 _COPIES: MutableMapping[Any, dict[torch.device, tuple[Any, Tensor, Tensor]]] = WeakKeyDictionary()
 
 
@@ -83,14 +83,14 @@ class Stored:
         return replace(self, **changes)
 
     def numbers_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return scale and zero point on a device; they are copied there once."""
+        """Return scale and zero point on a device. They are copied once, and again after a change in place."""
         numbers = self.scale, self.zero_point
         if self.scale.device == device:
             return numbers
-        version = [None if p.is_inference() else p._version for p in numbers]  # tensors may be changed in place
+        version = [None if p.is_inference() else p._version for p in numbers]
         copies = _COPIES.setdefault(self, {})
         if device not in copies or copies[device][0] != version:
-            with torch.inference_mode(False):  # for autograd, whoever is the first to need them
+            with torch.inference_mode(False):  # a copy made in inference mode could not be used in training later
                 copies[device] = version, self.scale.to(device), self.zero_point.to(device)
         return copies[device][1:]
 

@@ -68,37 +68,46 @@ def choose(
     if key in cache:
         return cache[key]
     place = rule_of(rule, **settings)
-    extra = (source.extras if isinstance(source, TensorStats) else extras).get(statistic_of(place))
+    statistic = statistic_of(place)
+    extra = (source.extras if isinstance(source, TensorStats) else extras).get(statistic)
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
         parts = in_blocks(source, axis, block)
         if isinstance(extra, torch.Tensor):
             extra = in_blocks(extra, axis, block).flatten(0, -2)
-        by_block = {statistic_of(place): extra}
-        alone = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, extras=by_block, **settings)
-        pair = alone.scale, alone.zero_point
-        scale, zero = (p.view(parts.shape[:-1]).movedim(-1, axis).contiguous() for p in pair)
-        return replace(alone, scale=scale, zero_point=zero)
+        q = choose(parts.flatten(0, -2), grid, rule=rule, axis=0, extras={statistic: extra}, **settings)
+        scale, zero = (p.view(parts.shape[:-1]).movedim(-1, axis).contiguous() for p in (q.scale, q.zero_point))
+        return replace(q, scale=scale, zero_point=zero)
     sample = _sample(source, axis, z_threshold, extra)
     if not bool((sample.low.isfinite() & sample.high.isfinite()).all()):
         got = f"minimum {sample.low.min():g}, maximum {sample.high.max():g}"
         raise DataError("A range needs finite values", got=got)
-    q: QParams
-    if grid.entries is not None and grid.table is None:  # the table is fitted to the data, so the range need not clip
-        q = lookup("range", "no_clipping")()(sample, grid)
-        in_steps = sample.values / q.scale[..., None]
-        q = replace(q, table=fit(in_steps, sample.weights, grid.entries, grid.qmin, grid.qmax))
+    if grid.entries is not None and grid.table is None:
+        q = _with_table(sample, grid, grid.entries)
     else:
-        try:
-            q = place(sample, grid)
-        except Exception as e:  # raised by a user's rule
-            raise_bug(e)
-            what = f"The range rule '{name_of(rule)}' fails: {short_message(e)}"
-            raise ConfigError(what, allowed="a function of a sample and a grid") from e
-        _check_returned(q, len(sample.low), name_of(rule))
+        q = _apply(place, name_of(rule), sample, grid)
     q = replace(q, scale=q.scale[0], zero_point=q.zero_point[0]) if axis is None else q
     if grid.pair_limit is not None and isinstance(source, torch.Tensor):
         q = replace(q, scale=finish_scale(scale_for_pairs(source, q.scale, grid, axis), grid))
     cache[key] = q
+    return q
+
+
+def _with_table(sample: Sample, grid: Grid, entries: int) -> QParams:
+    """Return the full range of a sample and a look-up table that is fitted to it, which makes clipping superfluous."""
+    q: QParams = lookup("range", "no_clipping")()(sample, grid)
+    in_steps = sample.values / q.scale[..., None]
+    return replace(q, table=fit(in_steps, sample.weights, entries, grid.qmin, grid.qmax))
+
+
+def _apply(place: Callable[[Sample, Grid], QParams], name: str, sample: Sample, grid: Grid) -> QParams:
+    """Return the range that a rule chooses, and check it: the rule may be the user's."""
+    try:
+        q = place(sample, grid)
+    except Exception as e:
+        raise_bug(e)
+        what = f"The range rule '{name}' fails: {short_message(e)}"
+        raise ConfigError(what, allowed="a function of a sample and a grid") from e
+    _check_returned(q, len(sample.low), name)
     return q
 
 
@@ -188,7 +197,10 @@ def sample_of_tensor(x: torch.Tensor, axis: int | None) -> Sample:
 
 
 def sample_of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
-    """Return the occupied part of the histogram, cut at the true extremes, and the count of exact zeros."""
+    """Return the occupied bins of a histogram as a sample: their centres, counts and edges, and exact zeros apart.
+
+    Values without a histogram are their extremes.
+    """
     low, high = (torch.tensor([v], dtype=torch.float64) for v in (stats.low, stats.high))
     smooth = [torch.tensor([v], dtype=torch.float64) for v in (stats.smooth_low, stats.smooth_high)]
     hist = stats.histogram
@@ -204,16 +216,25 @@ def sample_of_stats(stats: TensorStats, z_threshold: float | None) -> Sample:
     if zeros:
         counts = counts.clone()
         counts[BINS // 2] -= zeros
-    counts, edges = counts[first:last], edges[first : last + 1].clone()
+    edges, counts = edges[first : last + 1].clone(), counts[first:last]
     least = 0.01 * (edges[1] - edges[0])  # the density of a very narrow bin would be inexact
     edges[0] = edges[0].maximum(low[0].minimum(edges[1] - least))
     edges[-1] = edges[-1].minimum(high[0].maximum(edges[-2] + least))
-    keep = torch.ones(len(edges), dtype=torch.bool)
-    keep[1:-1] = (counts[1:] > 0) | (counts[:-1] > 0)  # runs of empty bins become one
-    if keep.sum() > _EDGES:
-        keep[1:-1:2] = False  # bins of dense histograms are merged in pairs
-    total = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[keep]
-    edges = edges[keep].float()
-    values, weights = (edges[1:] + edges[:-1]) / 2, total.diff()
-    values, weights = torch.cat([values, values.new_zeros(1)]), torch.cat([weights, weights.new_tensor([zeros])])
+    edges, counts = _merged_bins(edges, counts)
+    values = torch.cat([(edges[1:] + edges[:-1]) / 2, edges.new_zeros(1)])
+    weights = torch.cat([counts, counts.new_tensor([zeros])])
     return Sample(values[None], weights[None].float(), low, high, edges[None], *smooth)
+
+
+def _merged_bins(edges: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make one bin of each run of empty bins, and of each pair of bins in dense histograms.
+
+    Returns:
+        Edges, float32 [B + 1], and counts, [B].
+    """
+    keep = torch.ones(len(edges), dtype=torch.bool)
+    keep[1:-1] = (counts[1:] > 0) | (counts[:-1] > 0)
+    if keep.sum() > _EDGES:
+        keep[1:-1:2] = False
+    total = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[keep]
+    return edges[keep].float(), total.diff()

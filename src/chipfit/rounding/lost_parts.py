@@ -1,11 +1,11 @@
-"""Warn of values that vanish on a grid that is made for larger neighbours: parts of a concatenation, and tied tensors.
+"""Warnings about tensors that share a grid with much larger ones: parts of a concatenation, and tied tensors.
 
-A value may keep few levels and matter little, or all of an answer may be in it. The loss that its rounding alone
-causes at the network's outputs decides.
+Few levels alone do no harm if the outputs hardly depend on the tensor. The loss that its rounding alone causes at the
+network's outputs decides.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from chipfit.calibration.collect import TensorStats
@@ -19,11 +19,11 @@ from chipfit.plan.record import Plan, TensorPlan
 from chipfit.ranges.qparams import QParams
 from chipfit.rounding.compare import Reference, limit_samples
 
-#: levels that a value must keep, or this share of its grid's if that has few
+#: levels that are enough for a tensor: 16, or a sixteenth of its grid's if that has few
 LEVELS, SHARE = 16, 1 / 16
-#: loss at the outputs, by the rounding of one value, that is worth a warning: noise at 20 dB
+#: loss at the outputs, by the rounding of one tensor, that is worth a warning: noise at 20 dB
 LOSS = 0.01
-#: samples on which it is measured
+#: number of samples on which the loss is measured
 _SAMPLES = 8
 
 
@@ -33,30 +33,35 @@ def lost_part_warnings(graph: Graph, plan: Plan, assignment: Assignment, stats: 
     Args:
         graph: with an example, on which the loss is measured; without one there are no warnings.
     """
-    suspects = dict(_suspects(graph, plan, assignment, stats)) if graph.example else {}
-    few = limit_samples([as_batch(graph, inputs_on(graph.device, graph.example))], _SAMPLES) if suspects else []
-    reference = Reference(graph, few) if suspects else None
-    out, said = list[str](), set[str]()
-    for name, (part, levels) in suspects.items():
-        if part == name and name in said:
+    suspects = _suspects(graph, plan, assignment, stats) if graph.example else []
+    if not suspects:
+        return []
+    samples = limit_samples([as_batch(graph, inputs_on(graph.device, graph.example))], _SAMPLES)
+    reference, warnings, reported = Reference(graph, samples), list[str](), set[str]()
+    for name, part, levels in suspects:
+        if part == name and name in reported:
             continue
         alone = {k: t if k == name else t.with_(stored=None) for k, t in plan.tensors.items()}
-        loss = reference.loss(graph, replace(plan, tensors=alone)) if reference is not None else 0.0
+        loss = reference.loss(graph, replace(plan, tensors=alone))
         if loss > LOSS:
-            said.update(t for group in plan.ties if name in group for t in group)
+            reported.update(t for group in plan.ties if name in group for t in group)
             grid = "the grid that it shares with larger values" if part == name else f"the grid of '{name}'"
-            out.append(
+            warnings.append(
                 f"warning: '{part}' keeps {levels:.2g} of {plan[name].grid.levels} levels on {grid}: this alone costs "
                 f"{loss:.2g} of the outputs' power, each part by itself; keep what joins them in float, or return the "
                 "parts apart"
             )
-    return out
+    return warnings
 
 
 def _suspects(
     graph: Graph, plan: Plan, assignment: Assignment, stats: Mapping[str, TensorStats]
-) -> Iterator[tuple[str, tuple[str, float]]]:
-    """Yield tensors, joined ones first, each with its part of fewest levels, and these levels, if they are few."""
+) -> list[tuple[str, str, float]]:
+    """Return (tensor, its part with the fewest levels, these levels) where they are few; concatenations come first.
+
+    The part of a tensor that shares its grid by a tie is the tensor itself.
+    """
+    suspects = list[tuple[str, str, float]]()
     producers = graph.producers()
     joins = (n for n in graph.nodes if makes_parts(graph, n, producers))
     joined = {n.output for n in joins if plan.nodes[n.name].exec != "float"}
@@ -72,10 +77,11 @@ def _suspects(
             found += [(p.levels, p.name) for p in parts_on_grid(graph, assignment, stats, name, q, t.stored.grid)]
         levels, part = min(found, default=(math.inf, name))
         if levels < enough:
-            yield name, (part, levels)
+            suspects.append((name, part, levels))
+    return suspects
 
 
 def _levels(t: TensorPlan) -> float:
-    """Return the levels between the least and the greatest number that calibration has seen; infinite for no spread."""
+    """Return the levels between the least and the greatest value in calibration; infinite if the value is constant."""
     spread = (t.high or 0.0) - (t.low or 0.0)
     return spread / float(t.stored.scale) if t.stored is not None and spread > 0 else math.inf

@@ -1,4 +1,4 @@
-"""Opaque operators in ONNX: PyTorch's own exporter translates each to a small graph, which takes its place."""
+"""Opaque operators in ONNX: PyTorch's own exporter translates each into a small graph, which takes its place."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +18,15 @@ from chipfit.graph.ir import OPAQUE, Graph, Node
 
 #: dtypes that have no tensors in ONNX: a region recomputes such values instead of reading them
 _NOT_IN_ONNX = ("int", "complex32", "complex64", "complex128")
-
-
+#: errors of PyTorch's exporter and of ONNX's checks that mean: no ONNX form
 _REFUSALS = torch.onnx.OnnxExporterError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError
 
 
 class Region(torch.nn.Module):
-    """An opaque node as a module, with the nodes before it that compute integers, complex numbers or constants."""
+    """An opaque node as a module, together with the nodes before it whose results ONNX cannot pass on as tensors.
+
+    These are Python integers, complex numbers, and constants that an opaque node without operands makes.
+    """
 
     def __init__(self, graph: Graph, node: Node) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Region(torch.nn.Module):
 
 
 def splice(builder: OnnxBuilder, node: Node) -> list[str]:
-    """Write an opaque node and return the ONNX names of its outputs, "" for one that ONNX has no tensors for.
+    """Write an opaque node and return the ONNX names of its outputs; "" for an output whose type ONNX lacks.
 
     Raises:
         UnsupportedError: PyTorch's exporter has no ONNX form for it.
@@ -69,11 +71,11 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
         return [""] * len(node.outputs)
     source = getattr(resolve_target(node.attrs["target"]), "node", None)
     if source is not None:  # an operator of ONNX itself
-        return _copy_of_file(builder, source, [builder.read(v, node) for v in node.inputs])
+        return _copy_onnx_operator(builder, source, [builder.read(v, node) for v in node.inputs])
     region = Region(builder.graph, node)
     for weight in region.weights:
-        stored, raw = builder.plan.stored(weight), {(weight, n.name) for n in region.nodes} & builder.plan.float_edges
-        if stored is not None and not raw:
+        stored, readers = builder.plan.stored(weight), {(weight, n.name) for n in region.nodes}
+        if stored is not None and readers.isdisjoint(builder.plan.float_edges):
             region.weights[weight] = stored.round(region.weights[weight].detach())
     if not region.inputs:  # a constant
         return [builder.const(t.detach().numpy()) for t in region()]
@@ -88,15 +90,15 @@ def splice(builder: OnnxBuilder, node: Node) -> list[str]:
         hint = f"replace it by standard operators, or {remedy}"
         raise UnsupportedError(what, where=node.source, got=first_line(e.__cause__ or e), hint=hint) from e
     prefix = builder.fresh("opaque")
-    given_names = {i.name: names[v] for i, v in zip(model.graph.input, region.inputs, strict=True)}
+    operands = {i.name: names[v] for i, v in zip(model.graph.input, region.inputs, strict=True)}
 
-    def name(n: str) -> str:
-        return given_names.get(n, f"{prefix}/{n}") if n else ""
+    def rename(tensor: str) -> str:
+        return operands.get(tensor, f"{prefix}/{tensor}") if tensor else ""
 
     for t in model.graph.initializer:
-        builder.initialisers[name(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), name(t.name))
-    builder.nodes += [_with_names(n, name) for n in model.graph.node]
-    return [name(o.name) for o in model.graph.output]
+        builder.initialisers[rename(t.name)] = numpy_helper.from_array(numpy_helper.to_array(t), rename(t.name))
+    builder.nodes += [_renamed(n, rename) for n in model.graph.node]
+    return [rename(o.name) for o in model.graph.output]
 
 
 def opset_of(node: Node) -> int:
@@ -108,28 +110,28 @@ def opset_of(node: Node) -> int:
     return int(onnx.defs.get_schema(source.op_type, target.opset).since_version)
 
 
-def _copy_of_file(builder: OnnxBuilder, source: onnx.NodeProto, inputs: Sequence[str | None]) -> list[str]:
-    """Write an operator that was read from an ONNX file."""
+def _copy_onnx_operator(builder: OnnxBuilder, source: onnx.NodeProto, inputs: Sequence[str | None]) -> list[str]:
+    """Write an operator as the ONNX file has it from which it was read, between other tensors."""
     given = dict(zip([i for i in source.input if i], inputs, strict=True))
     prefix = builder.fresh("opaque")
-    copy = _with_names(source, lambda n: (given[n] or "") if n in given else n and f"{prefix}/{n}")
+    copy = _renamed(source, lambda n: (given[n] or "") if n in given else n and f"{prefix}/{n}")
     builder.nodes.append(copy)
     return list(copy.output)
 
 
-def _with_names(node: onnx.NodeProto, name: Callable[[str], str]) -> onnx.NodeProto:
+def _renamed(node: onnx.NodeProto, rename: Callable[[str], str]) -> onnx.NodeProto:
     """Return a copy of a node with other names of tensors, in the bodies of loops and branches too."""
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
-    copy.name = name(node.name or node.output[0])
-    copy.input[:] = [name(i) for i in node.input]
-    copy.output[:] = [name(o) for o in node.output]
+    copy.name = rename(node.name or node.output[0])
+    copy.input[:] = [rename(i) for i in node.input]
+    copy.output[:] = [rename(o) for o in node.output]
     for body in (g for a in copy.attribute for g in (a.g, *a.graphs) if g.output):
-        nodes = [_with_names(n, name) for n in body.node]
+        nodes = [_renamed(n, rename) for n in body.node]
         del body.node[:]
         body.node.extend(nodes)
         for value in (*body.input, *body.output, *body.initializer, *body.value_info):
-            value.name = name(value.name)
+            value.name = rename(value.name)
     return copy
 
 
@@ -149,7 +151,7 @@ def translate(
 
     Args:
         example: inputs with which it is traced.
-        shapes: of the inputs; None for a size that stays open.
+        shapes: shapes of the inputs; None for a size that stays open.
     """
     dynamic = tuple({k: torch.export.Dim.DYNAMIC for k, s in enumerate(shape) if s is None} for shape in shapes)
     with TRACING, quiet():
