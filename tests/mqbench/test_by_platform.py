@@ -433,14 +433,8 @@ class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.words, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
-        for name, (c_in, c_out) in {
-            "q": (16, 16),
-            "k": (16, 16),
-            "v": (16, 16),
-            "up": (16, 32),
-            "down": (32, 3),
-        }.items():
-            setattr(self, name, nn.Linear(c_in, c_out))
+        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 3)
 
     def forward(self, words):
         x = self.words(words)

@@ -220,7 +220,7 @@ class _Problem:
         they are rounded to float32 afterwards; sums of integers need no such margin. None if there are no such scales.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import block_array, csr_array, eye_array
+        from scipy.sparse import block_array, eye_array
 
         names = sorted(free)
         if not names:
@@ -233,25 +233,11 @@ class _Problem:
         integral = np.concatenate([np.full(self.log[t].size, t in self.pot) for t in names])
         # a power of two above a float32 floor stays above it; other scales need the margin of a rounding
         least = np.concatenate([np.full(self.log[t].size, self._floor(t)) for t in names])
-        at_row, at_column, factors, m = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)], 0
-        low: list[np.ndarray] = []
-        high: list[np.ndarray] = []
-        for bound in bounds:
-            width = max(self.log[t].size for t, _ in bound.terms)
-            for t, e in bound.terms:
-                if t in free:
-                    at_row.append(m + np.arange(width))
-                    at_column.append(start[t] + np.arange(width) * (self.log[t].size > 1))
-                    factors.append(np.full(width, float(e)))
-            for side, limit in zip((low, high), self._limits(bound, free), strict=True):
-                side.append(np.broadcast_to(limit, width))
-            m += width
-        entries = np.concatenate(factors), (np.concatenate(at_row), np.concatenate(at_column))
+        rules, low, high = self._rows(bounds, start, n)
         eye, none = eye_array(n), np.full(n, np.inf)
         down = 1 + _CLIPS  # v - d <= wanted <= v + d / down
-        rules = csr_array(entries, shape=(m, n))
         matrix = block_array([[rules, None], [eye, -eye], [down * eye, eye]], format="csr")
-        at_least, at_most = np.concatenate([*low, -none, down * wanted]), np.concatenate([*high, wanted, none])
+        at_least, at_most = np.concatenate([low, -none, down * wanted]), np.concatenate([high, wanted, none])
         within = LinearConstraint(matrix, at_least, at_most)
         box = Bounds(np.r_[least, np.zeros(n)], np.r_[np.full(n, -_LEAST), none])
         cost, whole = np.r_[np.zeros(n), np.ones(n)], np.r_[integral, np.zeros(n)]
@@ -260,6 +246,30 @@ class _Problem:
             return None
         v = np.where(integral > 0, np.rint(answer.x[:n]), answer.x[:n])
         return {t: v[start[t] : start[t] + self.log[t].size].reshape(self.log[t].shape) for t in names}
+
+    def _rows(self, bounds: Sequence[ProductBound], start: Mapping[str, int], n: int) -> tuple[Any, Array, Array]:
+        """Return the bounds as rows of a sparse matrix [M, n], one for each channel, and the ends of each row [M].
+
+        Args:
+            start: free tensor -> its first column.
+            n: number of columns, the scales of free tensors.
+        """
+        from scipy.sparse import csr_array
+
+        at_row, at_column, factors, m = [np.zeros(0, int)], [np.zeros(0, int)], [np.zeros(0)], 0
+        low, high = [np.zeros(0)], [np.zeros(0)]
+        for bound in bounds:
+            width = max(self.log[t].size for t, _ in bound.terms)
+            for t, e in bound.terms:
+                if t in start:
+                    at_row.append(m + np.arange(width))
+                    at_column.append(start[t] + np.arange(width) * (self.log[t].size > 1))
+                    factors.append(np.full(width, float(e)))
+            for side, limit in zip((low, high), self._limits(bound, start), strict=True):
+                side.append(np.broadcast_to(limit, width))
+            m += width
+        entries = np.concatenate(factors), (np.concatenate(at_row), np.concatenate(at_column))
+        return csr_array(entries, shape=(m, n)), np.concatenate(low), np.concatenate(high)
 
     def _floor(self, t: str) -> float:
         return _LEAST if t not in self.floor else self.floor[t] if t in self.pot else self.floor[t] + _MARGIN

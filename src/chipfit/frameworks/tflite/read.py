@@ -49,7 +49,7 @@ read_column("tflite", _enter_cell, OPERATORS, PLAIN)
 class Reading:
     """The graph of one file while it is read; `quantized.py` derives a class that also reads grids."""
 
-    one_value_each = False  #: every node that computes must have a tensor of the file as its result
+    one_value_each = False  #: each result of a node must be a tensor of the file, so that grids are known
 
     def __init__(self, model: TfliteModel, facts: Facts, open_batch: bool) -> None:
         """
@@ -60,9 +60,9 @@ class Reading:
         self.model, self.facts, self.open_batch = model, facts, open_batch
         self.builder = GraphBuilder(Graph([], [], [], {}, {}, data_format="channels_last", framework="tflite"))
         self.values: dict[int, Value] = {}  #: tensor -> the value that it became
-        self._same: dict[int, int] = {}  #: result of DEQUANTIZE -> its operand, a constant
-        #: result of SPACE_TO_BATCH_ND -> dilation and padding of its convolution, result of BATCH_TO_SPACE_ND
-        self.spread: dict[int, tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]] = {}
+        self._dequantized: dict[int, int] = {}  #: result of DEQUANTIZE -> its operand, a constant
+        #: result of SPACE_TO_BATCH_ND -> dilation and padding of its convolution, and the result of BATCH_TO_SPACE_ND
+        self.dilated: dict[int, tuple[tuple[int, ...], tuple[tuple[int, int], ...], int]] = {}
         self._weights: dict[tuple[int, str], str] = {}
 
     def graph(self) -> Graph:
@@ -101,7 +101,7 @@ class Reading:
         """Return the array of a constant, or of a tensor computed from constants; None if it depends on an input."""
         if index in self.facts.folded:
             return self.facts.folded[index]
-        return self.model.tensors[self._same.get(index, index)].constant
+        return self.model.tensors[self._dequantized.get(index, index)].constant
 
     def weight(self, index: int, change: Callable[[np.ndarray], np.ndarray] = lambda a: a, how: str = "") -> str:
         """Return the name of a constant as a weight of the graph.
@@ -116,7 +116,7 @@ class Reading:
             require(array is not None, "a weight of it is computed")
             name = self.builder.fresh(self.model.tensors[index].name)
             self.builder.graph.weights[name] = self.numbers(torch.from_numpy(np.array(change(np.asarray(array)))))
-            self.model.tensors[self._same.get(index, index)].release()
+            self.model.tensors[self._dequantized.get(index, index)].release()
             self._weights[key] = name
         return self._weights[key]
 
@@ -142,7 +142,7 @@ class Reading:
         self.builder.graph.notes.append(f"warning: {what}")
 
     def rounded(self, c: "Call", x: Value) -> Value:
-        """Return the data of a layer; overridden where a dynamic kernel quantizes them first."""
+        """Return the operand of a layer; a subclass inserts the quantizer of a dynamic kernel."""
         return x
 
     def record_grid(self, name: str, index: int) -> None:
@@ -152,7 +152,7 @@ class Reading:
         """Add the nodes of an operator, unless its results are constants or sizes."""
         if op.inputs and all(i < 0 or i not in self.values for i in op.inputs):
             if self.model.restores(op):
-                self._same[op.outputs[0]] = op.inputs[0]
+                self._dequantized[op.outputs[0]] = op.inputs[0]
             return
         if self.facts.folded.keys() >= {*op.outputs}:  # a size, known from the run
             return
@@ -189,7 +189,7 @@ _BY_SHAPE = "RESHAPE BROADCAST_TO EXPAND_DIMS SQUEEZE RESIZE_BILINEAR RESIZE_NEA
 
 
 def _read_by(op: Operator) -> list[int]:
-    """Return the operands of an operator except shapes."""
+    """Return the operands whose values an operator reads, without those that state its shape."""
     return op.inputs[:1] if op.kind in _BY_SHAPE else op.inputs[1:] if op.kind == "TRANSPOSE_CONV" else op.inputs
 
 
@@ -360,12 +360,12 @@ def _conv(c: Call) -> Value:
     channels = x.shape[-1] or 0
     groups = channels if depthwise else channels // kernel[3]
     dilation = (int(c.option("dilationHFactor", 1)), int(c.option("dilationWFactor", 1)))
-    spread = c.reading.spread.get(c.op.inputs[0])
+    dilated = c.reading.dilated.get(c.op.inputs[0])
     attrs: dict[str, Any] = {"dilation": dilation, "groups": groups}
-    if spread is None:
+    if dilated is None:
         (attrs["stride"], attrs["padding"]), shape = _windows(c, x, kernel[1:3], dilation), c.shape()
     else:
-        block, padding, result = spread
+        block, padding, result = dilated
         attrs |= {"stride": (1, 1), "padding": padding, "dilation": block}
         shape = c.reading.shape(c.reading.model.tensors[result])
     weight = c.weight(1, lambda a: a.transpose(order), f"{order}", trains=True)
@@ -403,14 +403,14 @@ def _space_to_batch(c: Call) -> Value:
         raise Unreadable("its sizes differ")
     padding = tuple((int(a), int(b)) for a, b in pads - cut)
     require(min(p for pair in padding for p in pair) >= 0, "more is cut off than was added")
-    c.reading.spread[c.op.outputs[0]] = block, padding, back[0].outputs[0]
+    c.reading.dilated[c.op.outputs[0]] = block, padding, back[0].outputs[0]
     return c.value(0)
 
 
 @reads("BATCH_TO_SPACE_ND")
 def _batch_to_space(c: Call) -> Value:
     """Return the result of the dilated convolution; see SPACE_TO_BATCH_ND."""
-    require(c.out[0].index in [result for *_, result in c.reading.spread.values()], "it follows no convolution")
+    require(c.out[0].index in [result for *_, result in c.reading.dilated.values()], "it follows no convolution")
     return c.value(0)
 
 
@@ -571,8 +571,8 @@ def _top_k(c: Call) -> list[Value]:
 # ---------------------------------------------------------------- what moves numbers
 
 
-def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
-    """Return whether `axis` is an open batch, of which the file computes one sample.
+def _is_batch_of_one(c: Call, parts: int, axis: int) -> bool:
+    """Return whether `axis` is that of the batch, which is open: the file computes one sample.
 
     Raises:
         Unreadable: The batch is open, and the operator joins or splits several samples.
@@ -582,15 +582,15 @@ def _of_one_sample(c: Call, parts: int, axis: int) -> bool:
 
 
 @reads("CONCATENATION PACK")
-def _joined(c: Call) -> Value:
-    if c.op.kind == "PACK" and _of_one_sample(c, len(c.op.inputs), c.axis()):
+def _concatenate(c: Call) -> Value:
+    if c.op.kind == "PACK" and _is_batch_of_one(c, len(c.op.inputs), c.axis()):
         return c.emit("Reshape", [c.value(0)], shape=c.static())
     return c.emit(c.canonical, [c.operand(k) for k in range(len(c.op.inputs))], axis=c.axis())
 
 
 @reads("UNPACK")
 def _unpack(c: Call) -> list[Value]:
-    if _of_one_sample(c, len(c.out), c.axis(rank=len(c.value(0).shape))):
+    if _is_batch_of_one(c, len(c.out), c.axis(rank=len(c.value(0).shape))):
         return [c.emit("Reshape", [c.value(0)], shape=c.static())]
     outs = [(c.shape(k), t.dtype) for k, t in enumerate(c.out)]
     return c.parts(c.canonical, [c.value(0)], outs, c.name, axis=c.axis(rank=len(c.value(0).shape)))
@@ -646,13 +646,13 @@ def _gather(c: Call) -> Value:
         return _gather_within(c, batched)
     if c.is_constant(0) and not c.option("axis", 0) and len(c.dims(0)) == 2:
         return c.emit("Embedding", [c.weight(0, trains=True), c.value(1)])
-    x, shape = _named_with_shape(c, 0)
+    x, shape = _operand_with_shape(c, 0)
     return c.emit("Gather", [x, c.operand(1)], axis=c.axis(rank=len(shape)))
 
 
 def _gather_within(c: Call, batched: int) -> Value:
     """Read a gather with batch axes: indices [*batch, *picked] into [*batch, size, *inner]."""
-    (x, of), (index, at) = (_named_with_shape(c, k) for k in range(2))
+    (x, of), (index, at) = (_operand_with_shape(c, k) for k in range(2))
     batched = batched % len(at)
     require(c.axis(rank=len(of)) == batched, "it gathers within samples, of an axis behind others")
     picked, inner = at[batched:], of[batched + 1 :]
@@ -668,7 +668,7 @@ def _gather_within(c: Call, batched: int) -> Value:
     return c.emit("Reshape", [y], shape=c.static())
 
 
-def _named_with_shape(c: Call, k: int) -> tuple[str, tuple[int | None, ...]]:
+def _operand_with_shape(c: Call, k: int) -> tuple[str, tuple[int | None, ...]]:
     """Return the name and the shape of an operand, computed or constant."""
     return (c.weight(k), c.dims(k)) if c.is_constant(k) else (c.value(k).name, c.value(k).shape)
 
@@ -676,7 +676,7 @@ def _named_with_shape(c: Call, k: int) -> tuple[str, tuple[int | None, ...]]:
 @reads("GATHER_ND")
 def _gather_nd(c: Call) -> Value:
     """Read indices [*picked, axes] as indices into one axis, to which the first axes are flattened."""
-    (x, of), (index, at) = (_named_with_shape(c, k) for k in range(2))
+    (x, of), (index, at) = (_operand_with_shape(c, k) for k in range(2))
     axes = at[-1] or 0
     sizes = [d or 0 for d in of[:axes]]
     require(None not in of[:axes] and axes > 0, "it picks whole samples")
@@ -714,7 +714,7 @@ def _resize(c: Call) -> Value:
 
 
 @reads("DEPTH_TO_SPACE SPACE_TO_DEPTH")
-def _depth(c: Call) -> Value:
+def _depth_to_space(c: Call) -> Value:
     """Change the order of channels: (row, column, channel) in the file, (channel, row, column) in the graph."""
     k, x = int(c.option("blockSize")), c.value(0)
     if c.op.kind == "DEPTH_TO_SPACE":
