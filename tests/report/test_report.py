@@ -278,3 +278,5 @@ def test_the_share_in_integers_counts_multiplications():
     report = quantized(net, torch.randn(4, 3, 4, 4), overrides={"3": "float"}).report
     assert report.integer_share == 3456 / 4096 and report.integers == 3
     assert "84 % of all multiplications; 3 of 4 operators" in str(report)
+    net = model_of(lambda m, x: m.c(x).tan(), c=nn.Conv2d(3, 8, 3))
+    assert "100 % of known multiplications" in str(quantized(net, torch.randn(4, 3, 4, 4)).report)

@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from chipfit.graph.ir import OPAQUE
 from chipfit.report.advice import advice
 from chipfit.report.record import Kernel, ReportData
 from chipfit.screen.breakable import Breakable
@@ -106,7 +107,8 @@ def facts(report: ReportData) -> dict[str, str]:
         weights += f" ({size(report.padded_bytes)} padded to the chip's SIMD width)"
     share, count = 100 * report.integer_share, len(report.layers)
     out = {"platform": f"{report.platform}  {report.title}", "weights": weights}
-    out["integers"] = f"{share:.0f} % of all multiplications; {report.integers} of {count} operators"
+    counted = "known" if any(r.op == OPAQUE for r in report.layers) else "all"
+    out["integers"] = f"{share:.0f} % of {counted} multiplications; {report.integers} of {count} operators"
     out["kernels"] = str(len(report.kernels))
     if report.merit is not None:
         out["outputs"] = merit_of(report.merit)

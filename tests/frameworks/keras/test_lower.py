@@ -355,7 +355,7 @@ def test_an_output_that_is_a_constant_is_refused():
 
 
 def test_an_operator_of_another_framework_is_refused():
-    graph, _ = bare(layers.ConvLSTM1D(2, 1, name="lstm"), 3, 4, 2)
+    graph, _ = bare(layers.ConvLSTM1D(2, 1, name="lstm"), 300, 4, 2)
     graph.nodes = [n.with_(attrs={**n.attrs, "target": "aten.lstm"}) if n.op == OPAQUE else n for n in graph.nodes]
     with pytest.raises(UnsupportedError, match="'aten.lstm' of 'lstm' has no Keras form"):
         lower(graph, Plan())

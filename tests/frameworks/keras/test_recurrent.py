@@ -106,6 +106,7 @@ class Cell(layers.SimpleRNNCell):
 OTHERS = {
     "activation": lambda: layers.LSTM(6, recurrent_activation="hard_sigmoid", return_sequences=True),
     "cell": lambda: layers.RNN(Cell(6), go_backwards=True),
+    "image": lambda: keras.Sequential([layers.Reshape((5, 4, 1)), layers.ConvLSTM1D(3, 2), layers.Flatten()]),
 }
 
 

@@ -90,9 +90,12 @@ def _unrolled(o: Any, x: Any) -> Any:
     """the cell of a recurrent layer, called for one step after the other from states of zeros"""
     sizes = o.cell.state_size if isinstance(o.cell.state_size, (list, tuple)) else [o.cell.state_size]
     steps = range(x.shape[1] or _MOST_STEPS + 1)
-    if len(steps) > _MOST_STEPS or len(x.shape) != 3 or not all(isinstance(n, int) for n in sizes):
+    if len(steps) > _MOST_STEPS or not all(isinstance(n, int) for n in sizes):
         raise NotImplementedError
-    states = [ops.zeros_like(x[:, 0, :1]) + np.zeros((1, n), "float32") for n in sizes]
+    of_images = len(x.shape) > 3
+    shapes = [s.shape for s in o.cell.get_initial_state(1)] if of_images else [(1, n) for n in sizes]
+    one_each = x[(slice(None), 0, *[slice(1)] * (len(x.shape) - 2))]
+    states = [ops.zeros_like(one_each) + np.zeros(shape, "float32") for shape in shapes]
     made = []
     for t in reversed(steps) if o.go_backwards else steps:
         y, states = o.cell(x[:, t], states)
@@ -175,7 +178,7 @@ FORMULAS: Mapping[str, Formula] = {
     "Exp2": lambda o, x: ops.exp(x * math.log(2.0)),
     "Hypot": lambda o, a, b: ops.sqrt(a * a + b * b),
     "TimeDistributed": _time_distributed,
-    **dict.fromkeys(("LSTM", "GRU", "SimpleRNN", "RNN"), _unrolled),
+    **dict.fromkeys(("LSTM", "GRU", "SimpleRNN", "RNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"), _unrolled),
     "ExtractPatches": _patches,
     "Roll": _rolled,
     "Median": _median,
