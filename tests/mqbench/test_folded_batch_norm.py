@@ -169,3 +169,11 @@ def test_what_cannot_be_folded_is_refused():
         FoldedBatchNorm(layer, nn.BatchNorm2d(6, track_running_stats=False), 1)
     with pytest.raises(UnsupportedError, match="without their batch norm"):
         FoldedBatchNorm(layer, bn, -1).fold()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_folded_weight_can_be_set(kind):
+    layer, bn, _ = pair(kind)
+    module, wanted = FoldedBatchNorm(layer, bn, 1), torch.rand_like(layer.weight)
+    module.set_folded_weight(wanted)
+    torch.testing.assert_close(module.fold().weight, wanted)
