@@ -103,7 +103,7 @@ def noted(path, change):
         *((lambda n, s=s: n.update(images={"input": s}), "do not fit its tensors") for s in ([], [2], [-1, -4], [0])),
         (lambda n: n.update(inputs=3), "malformed"),
         (lambda n: n.update(more=3), "malformed"),
-        (lambda n: n.pop("forms"), "malformed"),
+        (lambda n: n.pop("platform"), "malformed"),
         (lambda n: n.pop("outputs"), None),
         (lambda n: n.update(outputs=[[None]]), None),
         (lambda n: n.update(outputs=[[[1, 1], 0]]), None),

@@ -36,9 +36,9 @@ class _Notes(TypedDict):
     """
 
     platform: str
-    inputs: list[list[int] | None]  #: form of each
-    forms: dict[str, list[int]]  #: tensor -> form
-    batch_axis: dict[str, int]  #: tensor -> batch axis in the model's order
+    inputs: NotRequired[list[list[int] | None]]  #: form of each
+    forms: NotRequired[dict[str, list[int]]]  #: tensor -> form
+    batch_axis: NotRequired[dict[str, int]]  #: tensor -> batch axis in the model's order, where it is not the first
     in_front: NotRequired[dict[str, int]]  #: tensor -> L, where [L, samples] are merged into the batch axis
     lines: NotRequired[list[str]]  #: tensors of the file that are images of height 1, and lines in the model
     #: tensor whose last axis is a flattened image, channels last -> sizes of the image's axes with channels first
@@ -116,7 +116,7 @@ class LiteRt:
         #: form and batch axis of each tensor; outputs have their own, since the file may rearrange them
         self.layouts = [*outputs, *rest]
         #: form and batch axis of each input
-        self.forms: Sequence[list[int] | None] = self.notes.get("inputs") or [None] * len(self.inputs)
+        self.forms: Sequence[list[int] | None] = self.notes.get("inputs", [None] * len(self.inputs))
         self.axes: Sequence[int] = [axes.get(d["name"], 0) for d in self.inputs]
         noted = [*zip(self.forms, self.axes, strict=False), *self.layouts]
         self.lines, self.long = ({*self.notes.get(k, ())} for k in ("lines", "int64"))

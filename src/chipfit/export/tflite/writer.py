@@ -255,7 +255,11 @@ class Writer(TfliteBuilder):
         images = {n: list(c) for v, c in self.flattened.items() for n in self._tensors_of(v)}
         long = [n for v, ns in tensors.items() if self.short and values[v].dtype == "int64" for n in ns]
         inside = {n: k for v, k in sizes_in_front(self.source).items() for n in tensors.get(v, ())}
-        odd = {
+        forms = [self.forms.get(i) for i in self.source.inputs]
+        notes = {
+            "inputs": forms if any(forms) else [],
+            "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},
+            "batch_axis": {n: batch_axis[v] for v, ns in tensors.items() if batch_axis.get(v) for n in ns},  # others: 0
             "in_front": inside,
             "lines": lines,
             "images": images,
@@ -264,11 +268,8 @@ class Writer(TfliteBuilder):
             "kept": self.kept,
         }
         return {
-            **{key: v for key, v in odd.items() if v},
             "platform": self.plan.platform,
-            "inputs": [self.forms.get(i) for i in self.source.inputs],
-            "forms": {n: list(f) for v, f in self.forms.items() for n in tensors[v]},
-            "batch_axis": {n: batch_axis[v] for v, ns in tensors.items() if batch_axis.get(v) for n in ns},  # others: 0
+            **{key: v for key, v in notes.items() if v},
             "outputs": [  # each with its batch axis in the model's own layout
                 (self.forms.get(o) if o == own else None, batch_axis.get(own, 0))
                 for o, own in zip(self.graph.outputs, self.source.outputs, strict=True)

@@ -71,9 +71,7 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     forms = {n: [int(d) for d in np.argsort(p)] for n, p in moved.layouts.items()}
     notes: dict[str, Any] = {
         "platform": platform,
-        "inputs": [None] * len(graph.inputs),
         "forms": forms,
-        "batch_axis": {},
         "outputs": [[None, 0]] * len(graph.outputs),
         "provenance": {},
         "stream": model.streams,
