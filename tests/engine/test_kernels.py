@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.engine.kernels import KERNELS, execute
+from chipfit.engine.recurrent import lstm
 from chipfit.errors import DataError
 from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS
@@ -120,6 +121,11 @@ def test_group_norm_keeps_small_deviations_of_a_large_mean_in_every_layout(layou
     want = (groups - groups.mean(2, True)) / (groups.var(2, unbiased=False, keepdim=True) + 1e-5).sqrt()
     got = compute("GroupNorm", x.contiguous(memory_format=layout), None, None, groups=2, eps=1e-5)
     torch.testing.assert_close(got.double(), want.view(x.shape), rtol=0, atol=1e-4)
+
+
+def test_the_shapes_of_a_long_sequence_are_computed_without_its_steps():
+    x, w, r = (torch.empty(s, device="meta") for s in ((2, 10**6, 3), (16, 3), (16, 4)))
+    assert [y.shape for y in lstm(x, w, r, gates="ifgo", reverse=True)] == [(2, 10**6, 4), (2, 4), (2, 4)]
 
 
 def test_dropout_drops_nothing_unless_it_trains():

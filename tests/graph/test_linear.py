@@ -26,17 +26,15 @@ from chipfit.graph.linear import (
 )
 from tests.build import model_of
 
+#: attention of two heads, five queries and six keys of four numbers
+HEADS = [(2, 5, 4), (2, 6, 4)]
 CASES = {
     "grouped": (nn.Conv2d(4, 6, 3, 2, 1, groups=2), [(4, 8, 8)], {"Conv2D": 4 * 6 / 2 * 9 * 16}),
     "transposed": (nn.ConvTranspose2d(4, 6, 2, 2), [(4, 3, 3)], {"TransposeConv2D": 4 * 6 * 4 * 9}),
     "linear": (nn.Linear(7, 5), [(6, 7)], {"Linear": 7 * 5 * 6}),
-    # attention of two heads, five queries and six keys of four numbers
-    "products": (model_of(lambda m, q, k: (q @ k.mT).softmax(-1) @ k), [(2, 5, 4), (2, 6, 4)], {"MatMul": 240 + 240}),
-    "attention": (
-        model_of(lambda m, q, k: F.scaled_dot_product_attention(q, k, k)),
-        [(2, 5, 4), (2, 6, 4)],
-        {"SDPA": 480},
-    ),
+    "recurrent": (model_of(lambda m, x: m.l(x)[0], l=nn.LSTM(3, 4, batch_first=True)), [(5, 3)], {"LSTM": 5 * 16 * 7}),
+    "products": (model_of(lambda m, q, k: (q @ k.mT).softmax(-1) @ k), HEADS, {"MatMul": 240 + 240}),
+    "attention": (model_of(lambda m, q, k: F.scaled_dot_product_attention(q, k, k)), HEADS, {"SDPA": 480}),
     "others": (nn.Sequential(nn.ReLU(), nn.AvgPool2d(2)), [(4, 8, 8)], {}),
 }
 

@@ -36,8 +36,11 @@ check_of = enters(CHECKS)
 
 
 @functools.cache
-def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def bounded(op: torch._ops.OpOverload, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that calls an operator after a check of its operands; the operator itself if it needs none.
+
+    Args:
+        run: is called in its place.
 
     Raises (the returned function):
         OutOfBoundsError: An operand would read or write outside of the tensors, or a size is beyond all bounds.
@@ -47,7 +50,7 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
     typed = {a.name: _TYPES[kind] for a in arguments if (kind := _plain_type(a)) in _TYPES}
     sizes = [a.name for a in arguments if a.name in {*_SIZES, *_COUNTS} and "nt" in _plain_type(a)]
     if check is None and not typed and not sizes and name not in _UNFILLED:
-        return op
+        return run or op
     order = [a.name for a in arguments]
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
 
@@ -64,7 +67,7 @@ def bounded(op: torch._ops.OpOverload) -> Callable[..., Any]:
             raise OutOfBoundsError(
                 f"A call of 'aten.{name}' would leave its own tensors: {fault}", hint="check the file"
             )
-        out = op(*args, **kwargs)
+        out = (run or op)(*args, **kwargs)
         return out.zero_() if name in _UNFILLED else out
 
     call.__name__ = call.__qualname__ = op.__name__.replace(".", "_")

@@ -154,8 +154,14 @@ def _run(kernel: Any, x: Tensor, state: Any, weights: Sequence[Tensor | None]) -
     """Call one of torch's kernels for one layer."""
     w, r, b, rb = weights
     biases = [] if b is None and rb is None else [_zeros_like(b, rb), _zeros_like(rb, b)]
-    function: Callable[..., Any] = bounded(kernel)
+    function = bounded(kernel, _shapes if x.is_meta else None)
     return function(x, state, [w, r, *biases], bool(biases), 1, 0.0, False, False, True)
+
+
+def _shapes(x: Tensor, state: Any, weights: Sequence[Tensor], *_: Any) -> tuple[Tensor, ...]:
+    """Return the results of a kernel on meta tensors, for which torch would take every step in Python."""
+    states = state if isinstance(state, tuple) else (state,)
+    return x.new_empty(*x.shape[:2], weights[1].shape[1]), *map(torch.empty_like, states)
 
 
 def _run_clipped(

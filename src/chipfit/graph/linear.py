@@ -99,9 +99,14 @@ def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
 def products(graph: Graph, node: Node) -> float:
     """Return the multiplications for one sample; 0 for operators without sums of products.
 
-    Each weight counts once for each position of the output (of the input, for transposed convolutions). A product of
-    two values counts the numbers of its result times the length of a sum; attention has two products.
+    Each weight counts once for each position of the output (of the input, for transposed convolutions), of a recurrent
+    layer for each step. A product of two values counts the numbers of its result times the length of a sum; attention
+    has two products.
     """
+    if node.facts.recurrent:
+        steps = graph.shape(node.data)[1] if len(graph.shape(node.data)) == 3 else 1
+        weights = [w for i in node.inputs if (w := graph.weights.get(i or "")) is not None and w.dim() > 1]
+        return float((steps or 1) * sum(w.numel() for w in weights))
     if node.op in ("MatMul", "SDPA"):
         left, made = (math.prod(d or 1 for d in graph.shape(v)) for v in (node.data, node.output))
         inner, keys = (graph.shape(v or "")[k] or 1 for v, k in ((node.data, -1), (node.inputs[1], -2)))
