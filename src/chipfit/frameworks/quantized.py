@@ -62,7 +62,7 @@ def tie_moved(graph: Graph, new: list[Node], stored: dict[str, TensorPlan]) -> N
     """Store moved numbers between the nodes of one operator as their operand or result is stored."""
 
     def tie(n: Node, a: str, b: str) -> None:
-        if n.facts.moves and a in stored and b not in stored and b in graph.values:
+        if n.facts.moves and a in stored and b not in stored and b in graph.values and graph.is_float(b):
             stored[b] = stored[a].with_(name=b)
 
     known = [n for n in new if n.op in OPS]

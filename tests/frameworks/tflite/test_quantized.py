@@ -100,8 +100,7 @@ def test_integers_of_the_inputs_type_are_taken_as_they_are(converted, ends):
     """As the file's own runtime takes them; floats of the same numbers have the same results."""
     file = converted("branches", ends)
     scale, zero = Interpreter(str(file)).get_input_details()[0]["quantization"]
-    low, high = np.iinfo(ends).min, np.iinfo(ends).max
-    codes = np.clip(np.rint(IMAGES[:4] / scale) + zero, low, high).astype(ends)
+    codes = np.clip(np.rint(IMAGES[:4] / scale) + zero, np.iinfo(ends).min, np.iinfo(ends).max).astype(ends)
     reals = (codes.astype("f4") - zero) * np.float32(scale)
     one, other = (chipfit.verify_file(file, [torch.from_numpy(x)]) for x in (codes, reals))
     labelled = chipfit.verify_file(file, [(torch.from_numpy(codes), torch.arange(4))])
@@ -175,6 +174,14 @@ def test_a_file_of_our_own_is_verified_without_its_result(tmp_path, act, io):
     file, x = written(tmp_path, act, io=io)
     found = chipfit.verify_file(file, [x])
     assert found.exact and found.rows[-1].sqnr_db > 20
+    assert chipfit.verify_file(file, [99 * x]).exact  # of which the grids hold only a part
+
+
+def test_indices_of_rows_are_not_quantized_as_the_rows_are(tmp_path):
+    model = model_of(lambda m, i: m.l(m.e(i.long())), e=nn.Embedding(16, 4), l=nn.Linear(4, 3))
+    data = [torch.randint(0, 16, (8, 5), dtype=torch.uint8)]
+    file = chipfit.quantize(model, data, "tflite_int8", progress=False).export(tmp_path / "m.tflite")
+    assert chipfit.verify_file(file, data).exact
 
 
 def test_a_scalar_beside_samples_belongs_to_all_of_them(tmp_path):
@@ -194,8 +201,7 @@ def test_what_the_file_holds_is_shown(tmp_path):
     found, platform = read_file(written(tmp_path)[0])
     assert platform.name == "tflite_int8"
     assert [p.exec for p in found.plan.nodes.values() if p.op in ("Conv2D", "Linear")] == ["int", "int"]
-    text = str(found.plan)
-    assert "conv2d" in text and "int8" in text and "the file" in text
+    assert all(words in str(found.plan) for words in ("conv2d", "int8", "the file"))
 
 
 @pytest.mark.parametrize("what", ["weight", "bias", "scale"])
@@ -220,8 +226,7 @@ def test_a_file_of_our_own_whose_weights_alone_are_integers_computes_the_simulat
     torch.manual_seed(0)
     model = sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).eval()
     data = [torch.randn(8, 32) for _ in range(3)]
-    result = chipfit.quantize(model, data, platform="tflite_dynamic", progress=False)
-    file = result.export(tmp_path / "weights.tflite")
+    file = chipfit.quantize(model, data, "tflite_dynamic", progress=False).export(tmp_path / "weights.tflite")
     plan = read_file(file)[0].plan
     formats = {t.role: t.stored.format for t in plan.tensors.values()}
     assert formats == {"weight": "int8"} and sum("when it runs" in n.why for n in plan.nodes.values()) == 2

@@ -508,6 +508,8 @@ def _cast(c: Call) -> Value:
     if t.scale is not None and c.out[0].scale is None:
         for op, numbers in (("Div", t.scale), (OPERATORS["ROUND"], None), ("Add", t.zero.astype(np.float32).ravel())):
             x = c.part(op, [x] if numbers is None else [x, c.added(numbers)], c.shape(), kind="float32").name
+        ends = np.iinfo(t.kind.lower())
+        x = c.part("Clamp", [x], c.shape(), kind="float32", min=float(ends.min), max=float(ends.max)).name
     return c.emit(c.canonical, [x], dtype=c.out[0].dtype)
 
 
