@@ -40,7 +40,7 @@ from chipfit.search.pareto import SHARES, Pareto, pareto
 from chipfit.search.repairs import biases_move, found_biases
 from chipfit.search.sensitivity import Sensitivity, sensitivity
 from chipfit.settings import END_TO_END_SAMPLES, Settings
-from chipfit.streams import step_of
+from chipfit.streams import step_by_step, step_of
 
 if TYPE_CHECKING:
     from chipfit.report.report import Report
@@ -404,7 +404,8 @@ class Result(SummaryRepr):
         """Compare every integer of the file on its runtime with the simulation; keep the outcome for `report`.
 
         Args:
-            data: batches as for calibration; (input, label) pairs give accuracies too.
+            data: batches as for calibration; (input, label) pairs give accuracies too. For a network of one step,
+                sequences [N, T, ...], or the steps of one sequence, get the states that the float network computes.
             runtime: a registered runtime; by default the platform's own, or one that loads `path`.
             path: the deployed file; by default a new export.
             batches: number of batches used; None: all.
@@ -419,6 +420,7 @@ class Result(SummaryRepr):
         from chipfit.verify import verify
 
         check_untrained(self, "the verified file")
+        data = step_by_step(self.graph, data)
         options: dict[str, Any] = {"path": path, "batches": batches, "end_to_end_samples": end_to_end_samples}
         self.verification = verify(
             self.graph, self.plan, self.platform, data, runtime=runtime, model=lambda: self.model, **options

@@ -68,6 +68,39 @@ def calls(network: Any, sequences: Any) -> list[tuple[Tensor, ...]]:
     return [tuple(call) for batch in iterate(sequences) for call, _ in _walk(graph, batch, step, graph.device)]
 
 
+def step_by_step(graph: Graph, data: Any) -> Any:
+    """Return data with the states that a network of one step computes in float, from zeros; as given without states.
+
+    Inputs with an axis more than the network's are sequences [N, T, ...]; others are the steps of one sequence.
+    Batches that hold the states already stay as they are.
+
+    Raises (when the data are read):
+        DataError: inputs do not fit the network.
+    """
+    pairs = state_pairs(graph)
+    if not pairs:
+        return data
+    names, step = [i for i in graph.inputs if i not in dict(pairs)], _in_float(graph)
+
+    def read() -> Iterator[Any]:
+        states: list[Tensor] | None = None
+        for batch in iterate(data):
+            given = [batch[n] for n in graph.inputs if n in batch] if isinstance(batch, Mapping) else batch
+            given = [torch.as_tensor(x) for x in (given if isinstance(given, (list, tuple)) else (given,))]
+            if len(given) > len(names):
+                yield batch
+            elif given[0].dim() > len(graph.shape(names[0])):
+                yield from (tuple(call) for call, _ in _walk(graph, given, step, graph.device))
+            else:
+                steps = _walk(graph, [x[None] for x in given], step, graph.device, states)
+                calls, results = zip(*steps, strict=True)
+                by_name = dict(zip(graph.outputs, results[-1], strict=True))
+                states = [by_name[o] for _, o in pairs]
+                yield tuple(map(torch.cat, zip(*calls, strict=True)))
+
+    return read
+
+
 @torch_defaults()
 def streaming(model: Any, example: Any) -> Streaming:
     """Turn a trained network over sequences into one that computes one step of them.
@@ -249,8 +282,10 @@ def _in_float(graph: Graph) -> Step:
     return step
 
 
-def _walk(graph: Graph, batch: Any, step: Step, device: torch.device) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield inputs and outputs, on a device, of each step of a batch of sequences; states start from zeros.
+def _walk(
+    graph: Graph, batch: Any, step: Step, device: torch.device, states: list[Tensor] | None = None
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield inputs and outputs, on a device, of each step of a batch of sequences; states start from zeros by default.
 
     Raises:
         DataError: inputs are missing, have no axis of steps, or other sizes than those of the network.
@@ -269,7 +304,7 @@ def _walk(graph: Graph, batch: Any, step: Step, device: torch.device) -> Iterato
         raise DataError("Sequences do not fit the network", got=got, allowed=allowed)
     given = inputs_on(device, given)
     sizes = [[s or len(given[0]) for s in graph.shape(i)] for i, _ in pairs]
-    states = [given[0].new_zeros(size) for size in sizes]
+    states = states or [given[0].new_zeros(size) for size in sizes]
     for inputs in zip(*(x.unbind(1) for x in given), strict=True):
         call = [*inputs, *states]
         with torch.no_grad():  # not around `yield`, where the caller's code runs

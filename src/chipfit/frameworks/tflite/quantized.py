@@ -69,13 +69,8 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
             moved.graph.notes.append(f"{FIXED_BATCH}: the file computes one sample at a time")
     graph = moved.graph
     forms = {n: [int(d) for d in np.argsort(p)] for n, p in moved.layouts.items()}
-    notes: dict[str, Any] = {
-        "platform": platform,
-        "forms": forms,
-        "outputs": [[None, 0]] * len(graph.outputs),
-        "provenance": {},
-        "stream": model.streams,
-    }
+    notes: dict[str, Any] = {"platform": platform, "forms": forms, "stream": model.streams, "provenance": {}}
+    notes["outputs"] = [[None, 0]] * len(graph.outputs)
     names = reading.names()
     notes["joined"] = {name: [names[k] for k in indices] for name, indices in reading.parts.items()}
     copies = {copy: source for copy, (source, _) in moved.copies.items() if {copy, source} <= graph.weights.keys()}
