@@ -88,6 +88,7 @@ def test_a_tflite_file_is_quantized_explained_and_verified(folder):
     again = ("quantize", "first/model.tflite", "--data", "nhwc.npz", *both, "--out", "second")
     assert "quantized already" in fail(*again)
     assert "0 of" in succeed(*again, "--requantize")
+    assert "Conv2D" in succeed("lint", "first/model.tflite", *both, "--requantize")
 
 
 def test_ctrl_c_while_weights_are_rounded_writes_the_results_so_far(folder, monkeypatch):

@@ -244,13 +244,13 @@ def test_shapes_of_several_inputs_are_given_by_name_in_the_types_of_the_model():
     from onnx import helper
 
     nodes = [helper.make_node("Cast", ["ids"], ["f"], to=1), helper.make_node("Add", ["f", "x"], ["y"])]
-    ends = [helper.make_tensor_value_info(n, t, None) for n, t in (("ids", 7), ("x", 1), ("y", 1))]
+    ends = [helper.make_tensor_value_info(*e) for e in (("ids", 7, None), ("x", 1, ["n", "t"]), ("y", 1, None))]
     network = load_model_proto(helper.make_model(helper.make_graph(nodes, "sum", ends[:2], ends[2:])))
     found = example_of("net.onnx", ["x=2,3", "ids=2,3"], network)
-    assert {k: (v.dtype, *v.shape) for k, v in found.items()} == {
-        "x": (torch.float32, 2, 3),
-        "ids": (torch.int64, 2, 3),
-    }
+    assert [(v.dtype, *v.shape) for v in found.values()] == [(torch.float32, 2, 3), (torch.int64, 2, 3)]
+    assert [*found] == ["x", "ids"]
+    with pytest.raises(DataError, match="Try: --input-shape ids=1,12 --input-shape x=1,16"):
+        example_of("net.onnx", None, network)
     with pytest.raises(DataError, match="names no input.*Allowed: ids, x"):
         example_of("net.onnx", ["z=2,3"], network)
 

@@ -625,14 +625,16 @@ def compare(
 
 
 @command(app)
-def lint(model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None) -> None:
+def lint(
+    model: Model, shape: Shape = None, platform: Chip = DEFAULT, weights: Weights = None, requantize: Requantize = False
+) -> None:
     """Show where each operator runs on this platform and what is fused. Requires no data."""
     from chipfit.cli.inputs import example_of, load_model
     from chipfit.platform.support import unmodelled_features
     from chipfit.report.terminal import RUNS
     from chipfit.screen.breakable import Breakable
 
-    network = load_model(model, weights)
+    network = load_model(model, weights, requantize=requantize)
     found = chipfit.lint(network, example_of(model, shape, network), platform)
     notes = [*found.notes, *(f"not modelled: {words}" for words in unmodelled_features(found.platform))]
     if OUTPUT.json:

@@ -330,11 +330,15 @@ def example_of(model: str, shapes: Sequence[str] | None, network: Any = None) ->
     """
     if not shapes:
         framework = framework_of_file(model)
-        example = adapter_of(framework).example(load(model) if network is None else network) if framework else None
+        adapter = adapter_of(framework) if framework else None
+        network = network if network is not None or adapter is None else load(model)
+        example = adapter.example(network) if adapter else None
         if example is None:
-            names = adapter_of(framework).input_names(load(model) if network is None else network) if framework else []
-            first = " ".join(f"--input-shape {name}=1,12" for name in names[:3])
-            hint = first if names[1:] else "--input-shape 1,3,224,224, batch first"
+            names, known = (adapter.input_names(network), adapter.input_sizes(network)) if adapter else ([], {})
+            texts = [_text_of(known.get(name) or (1, 12)) for name in names[:3]] or ["1,3,224,224"]
+            hint = f"--input-shape {texts[0]}, batch first"
+            if names[1:]:
+                hint = " ".join(f"--input-shape {name}={text}" for name, text in zip(names, texts))
             hint += "" if framework else "; of several inputs --input-shape ids=1,12 for each"
             got = f"a file that leaves sizes of {', '.join(names)} open" if names else None
             raise DataError("Input shape is required", where=model, got=got, hint=hint)
@@ -343,6 +347,11 @@ def example_of(model: str, shapes: Sequence[str] | None, network: Any = None) ->
     if all(name for name, _ in pairs):
         return dict(pairs)
     return pairs[0][1] if len(pairs) == 1 else tuple(x for _, x in pairs)
+
+
+def _text_of(sizes: Sequence[int | None]) -> str:
+    """Return sizes as `--input-shape` reads them; open ones are 1 in front and 16 behind."""
+    return ",".join(str(s or (16 if k else 1)) for k, s in enumerate(sizes))
 
 
 def _named(text: str) -> tuple[str, str, str]:
