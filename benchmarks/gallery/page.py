@@ -31,7 +31,8 @@ def page(results: dict[str, Any]) -> str:
         " what is above a threshold, cosine), for which the float network has 1. Decibels: signal over noise of the"
         " worst output; of outputs near 0, such as the score of a wake word that nobody speaks, they say little."
         " Integers: share of multiply-accumulates. Time: processor time of one call, in turns with the tool's file."
-        f" Limits: {DECIBELS} dB less where the metric is not better, {SIZE} times the size, {TIME} times the time.",
+        f" Limits: {DECIBELS} dB less where the metric is not better, {SIZE} times the size, {TIME} times the time."
+        " Files of the authors may have one scale for all channels: fewer bytes, but less exact.",
         "",
         summary(results) + ".",
         "",
