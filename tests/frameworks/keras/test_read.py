@@ -188,6 +188,13 @@ FORMULAS = {
     "patches": lambda x: ops.image.extract_patches(x[..., None], (2, 3)),
     "patches that overlap": lambda x: ops.image.extract_patches(x[..., None], 3, strides=1, padding="same"),
     "patches with gaps": lambda x: ops.image.extract_patches(x[..., None], 2, strides=(1, 2), dilation_rate=2),
+    "means of windows": layers.AdaptiveAveragePooling1D(2),
+    "largest in windows that overlap": lambda x: layers.AdaptiveMaxPooling2D((3, 4))(x[..., None]),
+    "spectrum": lambda x: ops.concatenate(ops.stft(x, 3, 1, 4, window="hamming"), -1),
+    "spectrum of whole frames": lambda x: ops.concatenate(ops.stft(x[:, 0], 4, 2, 4, center=False), -1),
+    "mel spectrum": layers.MelSpectrogram(fft_length=4, sequence_stride=1, num_mel_bins=2, sampling_rate=9000),
+    "tensordot": lambda x: ops.tensordot(x, np.linspace(-1, 1, 12).reshape(6, 2).astype("float32"), axes=1),
+    "tensordot of two axes": lambda x: ops.tensordot(x, np.linspace(-1, 1, 24).reshape(4, 6).astype("float32"), axes=2),
 }
 
 

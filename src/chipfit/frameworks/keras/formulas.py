@@ -137,6 +137,54 @@ def _rolled(o: Any, x: Any) -> Any:
     return ops.concatenate([back, front], o.axis)
 
 
+def _adaptive(pool: Callable[..., Any], reduce: Callable[..., Any]) -> Formula:
+    """Return the formula of a pool of as many windows as the layer says: from floor(k n / m) to ceil((k + 1) n / m)."""
+
+    def formula(o: Any, x: Any) -> Any:
+        first = 1 if o.data_format == "channels_last" else 2
+        places = [*enumerate(zip(x.shape[first:], o.output_size, strict=False), first)]
+        if all(m == 1 for _, (_, m) in places):
+            return reduce(x, tuple(axis for axis, _ in places), keepdims=True)
+        if not any(n % m for _, (n, m) in places):
+            kernel = tuple(n // m for _, (n, m) in places)
+            return pool(x, kernel, kernel, data_format=o.data_format)
+        for axis, (n, m) in places:
+            ends = [(k * n // m, -(-(k + 1) * n // m)) for k in range(m)]
+            windows = [x[(*[slice(None)] * axis, slice(*end))] for end in ends]
+            x = ops.concatenate([reduce(w, axis, keepdims=True) for w in windows], axis)
+        return x
+
+    return formula
+
+
+def _stft(o: Any, x: Any) -> Any:
+    """the real and imaginary parts of each frame's spectrum, by one convolution with the windowed sines and cosines"""
+    outer, size, bins = x.shape[1:-1], o.fft_length, o.fft_length // 2 + 1
+    window: Any = np.ones(o.sequence_length) if o.window is None else o.window
+    if isinstance(window, str):
+        a = {"hann": 0.5, "hamming": 0.54}[window]
+        window = a - (1 - a) * np.cos(2 * np.pi * np.arange(o.sequence_length) / o.sequence_length)
+    before = (size - o.sequence_length) // 2
+    window = np.pad(np.asarray(window), (before, size - o.sequence_length - before))
+    angles = 2 * np.pi * np.outer(np.arange(size), np.arange(bins)) / size
+    kernel = np.concatenate([np.cos(angles), -np.sin(angles)], 1) * window[:, None]
+    x = ops.reshape(x, (-1, math.prod(outer), x.shape[-1], 1))
+    x = ops.pad(x, ((0, 0), (0, 0), (size // 2, size // 2), (0, 0)), "reflect") if o.center else x
+    y = ops.conv(x, kernel[None, :, None].astype("float32"), (1, o.sequence_stride), "valid")
+    return ops.split(ops.reshape(y, (-1, *outer, *y.shape[2:])), 2, -1)
+
+
+def _contracted(o: Any, a: Any, b: Any) -> Any:
+    """the product of two matrices: the last axes of one operand and the first ones of the other are summed over"""
+    n = o.axes if isinstance(o.axes, int) else 0
+    if not 0 < n < len(a.shape):
+        raise NotImplementedError
+    left, right = a.shape[1 : len(a.shape) - n], b.shape[n:]
+    wide = math.prod(b.shape[:n])
+    product = ops.matmul(ops.reshape(a, (-1, *left, wide)), ops.reshape(b, (wide, -1)))
+    return ops.reshape(product, (-1, *left, *right))
+
+
 def _median(o: Any, x: Any) -> Any:
     """the mean of the last one or two of the n // 2 + 1 largest of n"""
     (axis,) = _axes(o.axis, x)
@@ -180,6 +228,10 @@ FORMULAS: Mapping[str, Formula] = {
     "TimeDistributed": _time_distributed,
     **dict.fromkeys(("LSTM", "GRU", "SimpleRNN", "RNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"), _unrolled),
     "ExtractPatches": _patches,
+    "STFT": _stft,
+    "Tensordot": _contracted,
+    **{f"AdaptiveAveragePooling{k}D": _adaptive(ops.average_pool, ops.mean) for k in (1, 2, 3)},
+    **{f"AdaptiveMaxPooling{k}D": _adaptive(ops.max_pool, ops.max) for k in (1, 2, 3)},
     "Roll": _rolled,
     "Median": _median,
     "Ptp": lambda o, x: ops.max(x, o.axis, keepdims=o.keepdims) - ops.min(x, o.axis, keepdims=o.keepdims),
