@@ -103,13 +103,14 @@ def test_scales_of_activations_have_16_significant_bits():
         assert mantissa * 2**16 == np.round(mantissa * 2**16)
 
 
-def test_a_file_with_a_fixed_batch_size_gives_the_same_integers():
+@pytest.mark.parametrize("kind", [torch.float32, torch.uint8])  # bytes are codes as they are: an input of two names
+def test_a_file_with_a_fixed_batch_size_gives_the_same_integers(kind):
     def forward(m, x: Tensor) -> Tensor:
-        x = torch.relu(m.a(x))
+        x = torch.relu(m.a(x.float() / 255))
         return (torch.relu(x + m.b(x))).reshape(2, -1)
 
     torch.manual_seed(2)
-    data = [torch.randn(2, 4, 8, 8) for _ in range(4)]
+    data = [(torch.rand(2, 4, 8, 8) * 255).to(kind) for _ in range(4)]
     net = model_of(forward, a=nn.Conv2d(4, 8, 3, padding=1), b=nn.Conv2d(8, 8, 1))
     check = chipfit.quantize(net, data[:2], platform="openvino_cpu", progress=False).verify(data[2:])
     assert check.differing == 0 and not check.departures

@@ -396,18 +396,37 @@ def _resize(new: NewNodes, n: Node) -> str:
 
 def _space_to_depth(new: NewNodes, n: Node) -> str:
     """Order the new channels by (channel, row, column), as torch does."""
-    b, batch, sizes = n.attrs["block"], new.shape(n.data)[0], new.sizes(n.data)
-    h, w = sizes[:2] if new.channels_last else sizes[1:]
+    b, (batch, *sizes) = n.attrs["block"], new.shape(n.data)
+    if None in sizes:  # a reshape can leave one size open: join strided slices by (row, column, channel) instead
+        at, axes = (3, (1, 2)) if new.channels_last else (1, (2, 3))
+        parts = [p for row in _every(new, n.data, axes[0], b) for p in _every(new, row, axes[1], b)]
+        return _regrouped(new, new("Concat", *parts, gives=new.shape(n.output), axis=at), b * b, at)
+    h, w = new.sizes(n.data)[:2] if new.channels_last else new.sizes(n.data)[1:]
     blocks = (h // b, b, w // b, b)
     y = new.reshape(n.data, (batch, *blocks, sizes[2]) if new.channels_last else (batch, sizes[0], *blocks))
     return new.reshape(new.transpose(y, (0, 1, 3, 5, 2, 4)), new.shape(n.output))
 
 
+def _every(new: NewNodes, x: str, axis: int, step: int) -> list[str]:
+    """Return the elements 0, step, 2 step, .. along an axis; then 1, step + 1, .. and so on."""
+    shape = list(new.shape(x))
+    shape[axis] = None if shape[axis] is None else shape[axis] // step
+    return [new("Slice", x, gives=tuple(shape), axis=axis, start=k, end=None, step=step) for k in range(step)]
+
+
 def _channel_shuffle(new: NewNodes, n: Node) -> str:
-    shape, groups = (new.shape(n.data)[0], *new.sizes(n.data)), n.attrs["groups"]
-    at = len(shape) - 1 if new.channels_last else 1
-    y = new.reshape(n.data, (*shape[:at], groups, (shape[at] or 0) // groups, *shape[at + 1 :]))
-    return new.reshape(new.transpose(y, (*range(at), at + 1, at, *range(at + 2, len(shape) + 1))), new.shape(n.output))
+    return _regrouped(new, n.data, n.attrs["groups"], len(new.shape(n.data)) - 1 if new.channels_last else 1)
+
+
+def _regrouped(new: NewNodes, x: str, groups: int, axis: int) -> str:
+    """Return groups of channels one by one: the first of each group, then the second of each."""
+    shape, size = new.shape(x), new.size(x, axis)
+    if None in shape[1:]:
+        index = torch.arange(size, dtype=torch.int32).view(groups, -1).T.reshape(-1)
+        return new("Gather", x, new.constant(index), gives=shape, axis=axis)
+    y = new.reshape(x, (*shape[:axis], groups, size // groups, *shape[axis + 1 :]))
+    perm = (*range(axis), axis + 1, axis, *range(axis + 2, len(shape) + 1))
+    return new.reshape(new.transpose(y, perm), shape)
 
 
 def _tile(new: NewNodes, n: Node) -> str:

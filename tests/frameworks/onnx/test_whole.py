@@ -44,7 +44,7 @@ def exported(tmp_path_factory):
 def test_a_file_of_the_torch_exporter_is_quantized_exported_and_exact(exported, platform, suffix, tmp_path):
     result = chipfit.quantize(exported, batches(), platform=platform, progress=False)
     result.export(tmp_path / f"net{suffix}")
-    assert result.verify(batches()).exact
+    assert result.verify(batches()).exact and result.model(batches()[0].numpy()).shape == (8, 4)
     assert chipfit.load(result.save(tmp_path / "saved")).verify(batches()).exact
 
 

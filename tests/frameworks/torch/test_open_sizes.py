@@ -131,6 +131,7 @@ STRIDED = {
     "a crop at the center": center,
     "twice the size": lambda x, m: F.interpolate(x, size=(2 * x.shape[2], 2 * x.shape[3])),
     "attention over places": nonlocal_,
+    "pixels in channels": lambda x, m: F.channel_shuffle(F.pixel_unshuffle(F.pixel_shuffle(x, 2), 2), 2),
 }
 
 

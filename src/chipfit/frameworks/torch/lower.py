@@ -253,14 +253,15 @@ class QuantizedModule(Checkpointed):
         return self._results(self.run_flat(self.flatten_call(args, kwargs)))
 
     def flatten_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the inputs of a call in the order of the graph's, floats in the type of the weights.
+        """Return the inputs of a call, tensors or arrays, in the order of the graph's, floats in the type of weights.
 
         Raises:
             DataError: The structure differs from that of the captured call.
         """
-        kind = next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.float32)
+        like = next((p for p in self.parameters() if p.is_floating_point()), torch.empty(0))
         flat = flatten_call(self._in_spec, args, kwargs)
-        return [x.to(kind) if torch.is_tensor(x) and x.is_floating_point() and x.dtype != kind else x for x in flat]
+        flat = [torch.as_tensor(x, device=like.device) if isinstance(x, np.ndarray) else x for x in flat]
+        return [x.to(like.dtype) if torch.is_tensor(x) and x.is_floating_point() else x for x in flat]
 
     def run_flat(self, inputs: Sequence[torch.Tensor], keep: Sequence[str] = ()) -> list[Any]:
         """Run on flat inputs; return the outputs, then the values named in `keep`, quantized if the plan says so."""
