@@ -6,6 +6,7 @@ import functools
 import inspect
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +45,8 @@ from chipfit.graph.placement import device_of
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
+#: modules of the classes of observers, of quantized and prepared layers, and of quantized weights
+_QUANTIZED = re.compile(r"torchao\.|torch\.ao\.(quantization\.(observer|fake_)|nn\.(intrinsic\.)?(quantized|qat))")
 
 _FIXED_HINT = "let batches differ in the sizes that may vary, all that belong together at once"
 _LONGER = 2, 8, 32  #: how much longer other sizes are that leave the same remainders by most strides
@@ -126,7 +129,8 @@ def check_model(model: Any) -> None:
     """Check that a model can be read at all.
 
     Raises:
-        CaptureError: It is not a module, is scripted, lies on several devices, or a layer's name is not valid text.
+        CaptureError: It is not a module, is scripted or quantized, lies on several devices, or a layer's name is not
+            valid text.
     """
     if isinstance(model, torch.jit.ScriptModule):
         allowed = "a torch.nn.Module, or the module() of a program of torch.export"
@@ -138,6 +142,10 @@ def check_model(model: Any) -> None:
     for name, _ in model.named_modules():
         if not _SURROGATES.isdisjoint(name):
             raise CaptureError("The name of a layer contains half a character", got=ascii(name))
+    kinds = {type(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+    if found := sorted(k.__name__ for k in kinds if _QUANTIZED.match(k.__module__)):
+        hint = "pass the model from before it was prepared or converted; load trained weights into it"
+        raise CaptureError("The model is quantized already", got=", ".join(found), allowed="float models", hint=hint)
     check_device(model)
 
 
