@@ -514,6 +514,9 @@ ROWS = torch.tensor([3, 0, 2]).reshape(-1, 1, 1, 1)
 PICKED = {
     "constant indices, some from the end": (lambda x, i: x[:, [0, -1, 1]],),
     "the row that each sample names": (lambda x, i: x.gather(1, i.expand(-1, -1, 6, 6)), ROWS),
+    "the row at the end of each sample": (lambda x, i: x.gather(1, (i - 1).expand(-1, -1, 6, 6)), ROWS + 1),
+    "the row of the largest index": (lambda x, i: x[torch.arange(x.shape[0]), i.flatten(1).argmax(1)], ROWS),
+    "a row of each of a number of samples": (lambda x, i: x[torch.arange(len(x)), i.flatten()] + 1, ROWS),
     "a token before the others": (lambda x, i: torch.cat([i.expand(x.shape[0], -1, -1), x[:, 0]], 1), randn(1, 1, 6)),
 }
 

@@ -366,7 +366,7 @@ def _with_shapes(graph: Graph, sizes: Mapping[str, tuple[int, ...]]) -> Graph:
 
 
 def concrete_sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
-    """Return concrete sizes of every value, from one run of the network on zeros."""
+    """Return concrete sizes of every value, from one run of the network on samples of its example, or on ones."""
     found: dict[str, tuple[int, ...]] = {}
 
     def note(node: Node, outs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -377,10 +377,12 @@ def concrete_sizes(graph: Graph, batch: int) -> dict[str, tuple[int, ...]]:
     inputs, axes = [], batch_axes(graph)
     for example, name in enumerate(graph.inputs):
         v = graph.values[name]
-        like = graph.example[example].shape if graph.example else [1] * len(v.shape)
+        x = graph.example[example] if graph.example else torch.ones([1] * len(v.shape), dtype=dtype_of(v.dtype))
         known = [batch if k == axes.get(name) else s for k, s in enumerate(v.shape)]
-        found[name] = tuple(other if s is None else s for s, other in zip(known, like, strict=True))
-        inputs.append(torch.zeros(found[name], dtype=dtype_of(v.dtype)))
+        found[name] = tuple(other if s is None else s for s, other in zip(known, x.shape, strict=True))
+        for axis, size in enumerate(found[name]):
+            x = x.index_select(axis, torch.arange(size) % max(1, x.shape[axis])) if size != x.shape[axis] else x
+        inputs.append(x.to(dtype_of(v.dtype)))
     try:
         with torch.inference_mode():
             run(graph, inputs, hook=note)

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.process import quiet
-from chipfit.engine.run import first_deviation
+from chipfit.engine.run import first_deviation, run
 from chipfit.engine.torch_defaults import users_defaults
 from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
@@ -40,7 +40,7 @@ from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_axes, ways
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
-from chipfit.graph.ir import FIXED_BATCH, Graph
+from chipfit.graph.ir import FIXED_BATCH, Graph, Node
 from chipfit.graph.placement import device_of
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
@@ -203,6 +203,8 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
         graph = translate(program, copied if cast else model, call, example_out)
         if any(None in graph.shape(i) for i in graph.inputs) and _agrees(graph, call, example_out):
             _check_batch(graph, resized)
+            for other, _ in resized:
+                _open_sizes(graph, other)
     if types := sorted({*cast, *program.short}):
         graph.notes.append(
             f"warning: the model computes in {' and '.join(types)}; it was read, and is simulated, in float32"
@@ -240,6 +242,19 @@ def _check_batch(graph: Graph, calls: Sequence[tuple[Any, Any]]) -> None:
     """
     if not all(_agrees(graph, call, out) for call, out in calls):
         raise RefusedCall("The model computes something else for other sizes", hint=_FIXED_HINT)
+
+
+def _open_sizes(graph: Graph, call: Any) -> None:
+    """Open the sizes of results that differ in a call of another batch: torch.export takes `len(x)` for a constant."""
+
+    def compare_sizes(node: Node, outs: tuple[Any, ...]) -> tuple[Any, ...]:
+        for name, x in zip(node.outputs, outs, strict=False):
+            v = graph.values[name]
+            pairs = zip(v.shape, getattr(x, "shape", v.shape), strict=True)
+            graph.values[name] = replace(v, shape=tuple(s if s == found else None for s, found in pairs))
+        return outs
+
+    run(graph, flatten_inputs(graph, *call), hook=compare_sizes)
 
 
 def _agrees(graph: Graph, call: Any, out: Any) -> bool:
