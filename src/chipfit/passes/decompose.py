@@ -409,8 +409,8 @@ def _space_to_depth(new: NewNodes, n: Node) -> str:
 
 def _every(new: NewNodes, x: str, axis: int, step: int) -> list[str]:
     """Return the elements 0, step, 2 step, .. along an axis; then 1, step + 1, .. and so on."""
-    shape = list(new.shape(x))
-    shape[axis] = None if shape[axis] is None else shape[axis] // step
+    shape, size = list(new.shape(x)), new.shape(x)[axis]
+    shape[axis] = None if size is None else size // step
     return [new("Slice", x, gives=tuple(shape), axis=axis, start=k, end=None, step=step) for k in range(step)]
 
 
