@@ -409,9 +409,8 @@ def _space_to_depth(new: NewNodes, n: Node) -> str:
 
 def _every(new: NewNodes, x: str, axis: int, step: int) -> list[str]:
     """Return the elements 0, step, 2 step, .. along an axis; then 1, step + 1, .. and so on."""
-    shape, size = list(new.shape(x)), new.shape(x)[axis]
-    shape[axis] = None if size is None else size // step
-    return [new("Slice", x, gives=tuple(shape), axis=axis, start=k, end=None, step=step) for k in range(step)]
+    shape = tuple(s // step if s is not None and k == axis else s for k, s in enumerate(new.shape(x)))
+    return [new("Slice", x, gives=shape, axis=axis, start=k, end=None, step=step) for k in range(step)]
 
 
 def _channel_shuffle(new: NewNodes, n: Node) -> str:
@@ -425,8 +424,7 @@ def _regrouped(new: NewNodes, x: str, groups: int, axis: int) -> str:
         index = torch.arange(size, dtype=torch.int32).view(groups, -1).T.reshape(-1)
         return new("Gather", x, new.constant(index), gives=shape, axis=axis)
     y = new.reshape(x, (*shape[:axis], groups, size // groups, *shape[axis + 1 :]))
-    perm = (*range(axis), axis + 1, axis, *range(axis + 2, len(shape) + 1))
-    return new.reshape(new.transpose(y, perm), shape)
+    return new.reshape(new.transpose(y, (*range(axis), axis + 1, axis, *range(axis + 2, len(shape) + 1))), shape)
 
 
 def _tile(new: NewNodes, n: Node) -> str:

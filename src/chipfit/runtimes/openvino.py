@@ -50,8 +50,8 @@ class OpenVino:
         model = read(path)
         self.path, self.outputs = str(path), [o.name for o in model.graph.output]
         self.model = self._with_outputs(model, self.outputs)
-        self._declared = {i.name for i in model.graph.input}
-        self.inputs = self._inputs(self.model)
+        declared = {i.name for i in model.graph.input}  # an input whose codes are used as they are has two names
+        self.inputs = [next(iter(i.get_names() & declared)) for i in self.model.inputs]
         self._sizes = input_sizes(model, self.inputs)
         self._more: list[tuple[Any, list[_Tap]]] = []
         for taps in _in_sessions(model, [t for t in dict.fromkeys(tensors) if t not in self.outputs]):
@@ -77,23 +77,19 @@ class OpenVino:
         cut.graph.output.extend(known.get(o, onnx.ValueInfoProto(name=o)) for o in outputs)
         return _compiled(cut.SerializeToString(), self.path)
 
-    def _inputs(self, model: Any) -> list[str]:
-        """Return the inputs' names in the file; an input whose codes are used as they are has the codes' name, too."""
-        return [next(iter(i.get_names() & self._declared)) for i in model.inputs]
-
     def run(self, inputs: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Run one batch, in the model's order; return outputs and the requested tensors by ONNX name."""
         check_inputs(inputs, self._sizes)
-        given = {name: np.asarray(x, order="C") for name, x in zip(self.inputs, inputs, strict=True)}
+        given = [np.asarray(x, order="C") for x in inputs]
         try:
-            results = self.model([given[i] for i in self.inputs])
+            results = self.model(given)
         except (RuntimeError, ValueError) as e:
             what = f"OpenVINO cannot run the file on these inputs: {_reason(e)}"
             hint = "is this the file that was written for this model?"
             raise RuntimeUnavailable(what, where=self.path, hint=hint) from e
         out = {name: np.array(results[k]) for k, name in enumerate(self.outputs)}
         for model, taps in self._more:
-            results = model([given[i] for i in self._inputs(model)])
+            results = model(given)
             out |= {t.name: t.integers(np.array(results[k])) for k, t in enumerate(taps, len(self.outputs))}
         return out
 

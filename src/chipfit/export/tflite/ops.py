@@ -402,8 +402,9 @@ def _cast(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     _change_type(w, w.read(n.data), y[0])
 
 
-def _change_type(w: TfliteBuilder, x: int, y: int) -> None:
+def _change_type(w: TfliteBuilder, x: int, y: int) -> int:
     w.op("CAST", [x], y, inDataType=w.tensors[x].type, outDataType=w.tensors[y].type)
+    return y
 
 
 # ---------------------------------------------------------------- pools and reductions

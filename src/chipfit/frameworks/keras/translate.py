@@ -40,12 +40,6 @@ def whole_layers(test: Callable[[Any], bool]) -> Iterator[None]:
         _WHOLE.reset(token)
 
 
-def _trains_by_default(layer: Any) -> bool:
-    """Check whether Keras records training=True for calls that do not state it, as of its layers of images."""
-    training = inspect.signature(layer.call).parameters.get("training")
-    return training is not None and training.default is True
-
-
 def functional(model: Any) -> Any:
     """Return the Functional model whose recorded calls `model` computes, or None if it has a `call` of its own."""
     if isinstance(model, keras.Sequential):
@@ -298,7 +292,8 @@ class Translator:
         origin, name = origin_of(operation, args, kwargs, prefix, within)
         layer = isinstance(operation, keras.Layer)
         if layer:
-            if kwargs.get("training") is True and not _trains_by_default(operation):
+            default = getattr(inspect.signature(operation.call).parameters.get("training"), "default", None)
+            if kwargs.get("training") is True and default is not True:  # which Keras records, as of layers of images
                 how = "is called with training=True; it was read with training=False, as `model.predict` calls it"
                 self.notes.append(f"warning: layer '{name}' {how}")
             kwargs = {k: v for k, v in kwargs.items() if k != "training"}

@@ -40,7 +40,7 @@ from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_axes, ways
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
-from chipfit.graph.ir import FIXED_BATCH, Graph, Node
+from chipfit.graph.ir import FIXED_BATCH, Graph
 from chipfit.graph.placement import device_of
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
@@ -144,8 +144,9 @@ def check_model(model: Any) -> None:
             raise CaptureError("The name of a layer contains half a character", got=ascii(name))
     kinds = {type(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
     if found := sorted(k.__name__ for k in kinds if _QUANTIZED.match(k.__module__)):
-        hint = "pass the model from before it was prepared or converted; load trained weights into it"
-        raise CaptureError("The model is quantized already", got=", ".join(found), allowed="float models", hint=hint)
+        raise CaptureError(
+            "The model is quantized already", got=", ".join(found), hint="pass the model from before that"
+        )
     check_device(model)
 
 
@@ -246,15 +247,11 @@ def _check_batch(graph: Graph, calls: Sequence[tuple[Any, Any]]) -> None:
 
 def _open_sizes(graph: Graph, call: Any) -> None:
     """Open the sizes of results that differ in a call of another batch: torch.export takes `len(x)` for a constant."""
-
-    def compare_sizes(node: Node, outs: tuple[Any, ...]) -> tuple[Any, ...]:
-        for name, x in zip(node.outputs, outs, strict=False):
-            v = graph.values[name]
-            pairs = zip(v.shape, getattr(x, "shape", v.shape), strict=True)
-            graph.values[name] = replace(v, shape=tuple(s if s == found else None for s, found in pairs))
-        return outs
-
-    run(graph, flatten_inputs(graph, *call), hook=compare_sizes)
+    fixed = [o for n in graph.nodes for o in n.outputs if None not in graph.shape(o)]
+    for name, x in run(graph, flatten_inputs(graph, *call), keep=fixed).items():
+        v = graph.values[name]
+        pairs = zip(v.shape, getattr(x, "shape", v.shape), strict=True)
+        graph.values[name] = replace(v, shape=tuple(s if s == found else None for s, found in pairs))
 
 
 def _agrees(graph: Graph, call: Any, out: Any) -> bool:
