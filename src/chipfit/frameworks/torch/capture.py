@@ -248,9 +248,10 @@ def _check_batch(graph: Graph, calls: Sequence[tuple[Any, Any]]) -> None:
 def _open_sizes(graph: Graph, call: Any) -> None:
     """Open the sizes of results that differ in a call of another batch: torch.export takes `len(x)` for a constant."""
     fixed = [o for n in graph.nodes for o in n.outputs if None not in graph.shape(o)]
-    for name, x in run(graph, flatten_inputs(graph, *call), keep=fixed).items():
+    values = run(graph, flatten_inputs(graph, *call), keep=fixed)
+    for name in fixed:
         v = graph.values[name]
-        pairs = zip(v.shape, getattr(x, "shape", v.shape), strict=True)
+        pairs = zip(v.shape, getattr(values[name], "shape", v.shape), strict=True)
         graph.values[name] = replace(v, shape=tuple(s if s == found else None for s, found in pairs))
 
 
