@@ -109,7 +109,7 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/keras/loading.py:load_operation",
     "import_by_name.py:import_by_name",
     "import_by_name.py:call_factory",
-    "ranges/__init__.py:choose",  # the user's rule
+    "ranges/__init__.py:_apply",  # the user's rule
     "decide/overrides.py:_chooses",  # the user's filter
     "verify/run.py:_run",  # runtimes
 )
