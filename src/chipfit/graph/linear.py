@@ -105,8 +105,8 @@ def products(graph: Graph, node: Node) -> float:
     """
     if node.facts.recurrent:
         steps = graph.shape(node.data)[1] if len(graph.shape(node.data)) == 3 else 1
-        weights = [w for i in node.inputs if (w := graph.weights.get(i or "")) is not None and w.dim() > 1]
-        return float((steps or 1) * sum(w.numel() for w in weights))
+        weights = [graph.weights.get(node.operand(slot) or "") for slot in "wr"]
+        return float((steps or 1) * sum(w.numel() for w in weights if w is not None))
     if node.op in ("MatMul", "SDPA"):
         left, made = (math.prod(d or 1 for d in graph.shape(v)) for v in (node.data, node.output))
         inner, keys = (graph.shape(v or "")[k] or 1 for v, k in ((node.data, -1), (node.inputs[1], -2)))

@@ -494,12 +494,8 @@ def _sum(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 def _arg_max(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     x, a, axis = w.read(n.data), w.shape(n.data), n.attrs["axis"]
-    if w.tensors[x].type == schema.TensorType.INT64:
-        narrow = w.temporary(
-            a, w.constant(np.int32(0))
-        )  # the type of all indices in the file; the kernel reads no other
-        _change_type(w, x, narrow)
-        x = narrow
+    if w.tensors[x].type == schema.TensorType.INT64:  # the kernel reads no other integers than int32
+        x = _change_type(w, x, w.temporary(a, w.constant(np.int32(0))))
     if axis is None:
         a, axis = (math.prod(a),), 0
         flat = w.temporary(a, x)

@@ -144,9 +144,7 @@ def check_model(model: Any) -> None:
             raise CaptureError("The name of a layer contains half a character", got=ascii(name))
     kinds = {type(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
     if found := sorted(k.__name__ for k in kinds if _QUANTIZED.match(k.__module__)):
-        raise CaptureError(
-            "The model is quantized already", got=", ".join(found), hint="pass the model from before that"
-        )
+        raise CaptureError("The model is quantized already", got=", ".join(found), hint="pass the float model")
     check_device(model)
 
 
