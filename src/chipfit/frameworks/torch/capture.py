@@ -41,7 +41,7 @@ from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_ax
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
 from chipfit.graph.ir import FIXED_BATCH, Graph
-from chipfit.graph.placement import device_of
+from chipfit.graph.placement import device_of, inputs_on, placed
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
@@ -246,7 +246,8 @@ def _check_batch(graph: Graph, calls: Sequence[tuple[Any, Any]]) -> None:
 def _open_sizes(graph: Graph, call: Any) -> None:
     """Open the sizes of results that differ in a call of another batch: torch.export takes `len(x)` for a constant."""
     fixed = [o for n in graph.nodes for o in n.outputs if None not in graph.shape(o)]
-    values = run(graph, flatten_inputs(graph, *call), keep=fixed)
+    with torch.inference_mode():
+        values = run(placed(graph), inputs_on(graph.device, flatten_inputs(graph, *call)), keep=fixed)
     for name in fixed:
         v = graph.values[name]
         pairs = zip(v.shape, getattr(values[name], "shape", v.shape), strict=True)
