@@ -65,7 +65,7 @@ OTHERS = [torch.jit.script, lambda m: torch.jit.trace(m, X), lambda m: nn.Sequen
 @pytest.mark.parametrize("change", OTHERS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_module_that_another_tool_has_changed_is_refused(change):
-    with pytest.raises(CaptureError, match="torch.jit.*pass the module that was|quantized already.*ReLU6.*from before"):
+    with pytest.raises(CaptureError, match="torch.jit.*pass the module that was|quantized already.*ReLU6.*float model"):
         quantized(change(MODEL), X)
 
 
