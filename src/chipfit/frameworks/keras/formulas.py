@@ -230,6 +230,7 @@ FORMULAS: Mapping[str, Formula] = {
     "ExtractPatches": _patches,
     "STFT": _stft,
     "Tensordot": _contracted,
+    # for these, keras.ops.adaptive_average_pool and adaptive_max_pool infer a wrong shape on symbolic tensors
     **{f"AdaptiveAveragePooling{k}D": _adaptive(ops.average_pool, ops.mean) for k in (1, 2, 3)},
     **{f"AdaptiveMaxPooling{k}D": _adaptive(ops.max_pool, ops.max) for k in (1, 2, 3)},
     "Roll": _rolled,
