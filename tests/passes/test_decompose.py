@@ -7,12 +7,12 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import run
+from chipfit.engine.shapes import broadcast
 from chipfit.graph.check import check
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS
 from chipfit.passes.decompose import RULES, decompose
 from chipfit.passes.layout import change_layout
-from chipfit.passes.new_nodes import broadcast
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from tests.build import stored
 

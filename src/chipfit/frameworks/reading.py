@@ -1,8 +1,11 @@
 """Parts that all readers share: the exception of a call that they cannot read, conditions, and integers by axis."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from chipfit.engine.shapes import results_of
+from chipfit.errors import short_message
+from chipfit.graph.builder import Outputs
 from chipfit.graph.ir import Graph, Node
 
 T = TypeVar("T")
@@ -41,6 +44,18 @@ def per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:
     """
     values = tuple(map(int, value)) if isinstance(value, Sequence) else (int(value),)
     return values * n if len(values) == 1 else values
+
+
+def inferred(graph: Graph, op: str, inputs: Sequence[str | None], attrs: dict[str, Any]) -> Outputs:
+    """Return shape and dtype of each result of a node that is read; see `results_of`.
+
+    Raises:
+        Unreadable: The engine does not compute it.
+    """
+    try:
+        return results_of(graph, op, inputs, attrs)
+    except (RuntimeError, LookupError) as e:
+        raise Unreadable(short_message(e)) from e
 
 
 def mixes_samples(graph: Graph) -> bool:

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
+from chipfit.engine.shapes import Shape, broadcast
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
-Shape = tuple[int | None, ...]
 NodeTest = Callable[[Graph, Node], bool]
 
 #: a number at most this large may as well be added to a score as replace it: the sum equals it in float32

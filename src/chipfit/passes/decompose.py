@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.engine.curves import Step, steps_of, text_of
+from chipfit.engine.shapes import Shape
 from chipfit.graph.edit import taken_names
 from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.hidden_scores import HIDDEN_SCORE, split_mask
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import by_name, read_column, resolve
-from chipfit.passes.new_nodes import NewNodes, Refusal, Shape
+from chipfit.passes.new_nodes import NewNodes, Refusal
 from chipfit.passes.recurrent import gru, lstm, rnn
 from chipfit.plan.record import Plan
 

@@ -9,9 +9,9 @@ import torch
 
 from chipfit.engine.kernels import execute
 from chipfit.engine.opaque import repeatable
+from chipfit.engine.shapes import broadcast
 from chipfit.graph.edit import drop_dead, new_name
 from chipfit.graph.ir import OPAQUE, Graph, Node
-from chipfit.passes.new_nodes import broadcast
 from chipfit.passes.rewriting import Rewritten
 from chipfit.registry import register
 

@@ -5,11 +5,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from chipfit.engine.shapes import Shape, broadcast
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.operators.table import OPS
-
-Shape = tuple[int | None, ...]
 
 
 class Refusal(Exception):
@@ -125,10 +124,3 @@ class NewNodes:
         name = unique_name(f"{self.node.name}/{what}", self._taken)
         self._taken.add(name)
         return name
-
-
-def broadcast(shapes: Sequence[Shape]) -> Shape:
-    """Return the shape of an element-wise result."""
-    rank = max(len(s) for s in shapes)
-    columns = zip(*((1,) * (rank - len(s)) + s for s in shapes), strict=True)
-    return tuple(next((d for d in column if d != 1), 1) for column in columns)

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from chipfit.engine.shapes import Shape
 from chipfit.graph.ir import Node
-from chipfit.passes.new_nodes import NewNodes, Shape
+from chipfit.passes.new_nodes import NewNodes
 
 #: a recurrent layer with more steps stays whole: each step becomes about ten operators
 MOST_STEPS = 512

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from chipfit.frameworks.keras.kernel_layout import to_canonical
-from chipfit.frameworks.reading import require
-from chipfit.graph.builder import GraphBuilder, Origin
+from chipfit.frameworks.reading import inferred, require
+from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.ir import Graph, Value
 
 
@@ -86,20 +86,24 @@ class KerasCall:
         op: str,
         inputs: Sequence[Any],
         like: Sequence[int | None] | None = None,
-        of: str = "",
         /,
         part: str = "",
         **attrs: Any,
     ) -> Value:
-        """Append a node with one output.
+        """Append a node with one output, of the dtype of the call's.
 
         Args:
             like: shape of the node's result; by default that of the call.
-            of: dtype of the node's result; by default that of the call.
             part: suffix of the node's name where a layer becomes several nodes.
         """
+        return self._append(op, inputs, attrs, [(self.shape if like is None else like, self.dtype)], part)
+
+    def step(self, op: str, inputs: Sequence[Any], part: str = "", **attrs: Any) -> Value:
+        """Append a node whose shape and dtype follow from its operands; not of an operator that knows channels."""
+        return self._append(op, inputs, attrs, inferred(self.builder.graph, op, _names(inputs), attrs), part)
+
+    def _append(self, op: str, inputs: Sequence[Any], attrs: dict[str, Any], outs: Outputs, part: str) -> Value:
         name = f"{self.name}/{part}" if part else self.name
-        outs = [(self.shape if like is None else like, of or self.dtype)]
         return self.builder.emit(self.origin, name, op, _names(inputs), attrs, outs)[0]
 
     def emit_all(self, op: str, inputs: Sequence[Any], **attrs: Any) -> list[Value]:
@@ -124,7 +128,7 @@ class KerasCall:
         """
         dtype, own = narrowed(dtype or self.dtype), self.name.rpartition("/")[2]
         if isinstance(x, Value):
-            return x.name if x.dtype == dtype else self.emit("Cast", [x], x.shape, dtype, part="cast", dtype=dtype).name
+            return x.name if x.dtype == dtype else self.step("Cast", [x], "cast", dtype=dtype).name
         if isinstance(x, (bool, int, float, np.number)):
             return self.builder.weight(np.asarray(x, dtype=dtype), self.origin, name=f"{own}.scalar")
         if isinstance(x, keras.Variable) and x.dtype == dtype:

@@ -344,13 +344,12 @@ def _einsum_dense(r: KerasCall, x: Value) -> Value:
     require(o.bias is None or tuple(o.bias.shape) == tuple(o.kernel.shape[len(summed) :]))
     lead = x.shape[: len(x.shape) - len(summed)]
     if len(summed) > 1:
-        x = r.emit("Reshape", [x], (*lead, ins), part="merge", shape=_static((*lead, ins)))
+        x = r.step("Reshape", [x], "merge", shape=_static((*lead, ins)))
     w, b = r.weight(o.kernel, "linear", shape=(ins, outs)), r.weight(o.bias, shape=(outs,))
-    y = r.emit("Linear", [x, w, b], (*lead, outs), part="product" if len(new) != 1 else "")
     if len(new) == 1:
-        return y
-    shape = (*lead, *o.kernel.shape[len(summed) :])
-    return r.emit("Reshape", [y], shape, shape=_static(shape))
+        return r.step("Linear", [x, w, b])
+    y = r.step("Linear", [x, w, b], "product")
+    return r.step("Reshape", [y], shape=_static((*lead, *o.kernel.shape[len(summed) :])))
 
 
 # ---------------------------------------------------------------- normalization, pooling, resizing, padding
@@ -360,10 +359,9 @@ def _einsum_dense(r: KerasCall, x: Value) -> Value:
 def _normalize(r: KerasCall, x: Value) -> Value:
     axes, epsilon = per_axis(r.op.axis, 1), r.op.epsilon
     require(r.op.order == 2)
-    shape = [1 if k in {a % len(x.shape) for a in axes} else d for k, d in enumerate(x.shape)]
-    length = r.emit("ReduceL2", [x], shape, part="length", axes=axes, keepdims=True)
+    length = r.step("ReduceL2", [x], "length", axes=axes, keepdims=True)
     least = float(keras.backend.epsilon() if epsilon is None else epsilon)
-    length = r.emit("Clamp", [length], shape, part="length_clip", min=least, max=None)
+    length = r.step("Clamp", [length], "length_clip", min=least, max=None)
     return r.emit("Div", [x, length])
 
 
@@ -415,8 +413,7 @@ def _to_aspect_ratio(r: KerasCall, x: Value, target: Sequence[int]) -> Value:
         return x
     edges = [(max(side, want) - side) // 2 for side, want in zip(sides, wanted, strict=True)]
     pairs = ((0, 0), *((edge, edge) for edge in edges), (0, 0))
-    shape = [s if s is None else s + sum(p) for s, p in zip(x.shape, pairs, strict=True)]
-    return r.emit("Pad", [x], shape, part="border", padding=pairs, mode="constant", value=float(r.op.fill_value))
+    return r.step("Pad", [x], "border", padding=pairs, mode="constant", value=float(r.op.fill_value))
 
 
 @reads("UpSampling*D")
@@ -431,7 +428,7 @@ def _depth_to_space(r: KerasCall, x: Value) -> Value:
     require(_channels_last(r, x))
     block, channels = r.op.block_size, _integer(x.shape[-1])
     order = np.arange(channels).reshape(block * block, -1).T.ravel()
-    moved = r.emit("Gather", [x, r.operand(order, "int64")], x.shape, part="order", axis=3)
+    moved = r.step("Gather", [x, r.operand(order, "int64")], "order", axis=3)
     return r.emit("DepthToSpace", [moved], block=block)
 
 
@@ -474,8 +471,8 @@ def _any(r: KerasCall, x: Value) -> Value:
     """Read `any` and `all` of conditions as the greatest, or least, of zeros and ones, compared with a half."""
     require(x.dtype == "bool" and bool(x.shape))
     kind, keep = "ReduceMax" if type(r.op).__name__ == "Any" else "ReduceMin", bool(r.op.keepdims)
-    ones = r.emit("Cast", [x], x.shape, "float32", part="ones", dtype="float32")
-    most = r.emit(kind, [ones], r.shape, "float32", part="most", axes=_reduced_axes(r, x), keepdims=keep)
+    ones = r.step("Cast", [x], "ones", dtype="float32")
+    most = r.step(kind, [ones], "most", axes=_reduced_axes(r, x), keepdims=keep)
     return r.emit("Greater", [most, r.operand(0.5, "float32")])
 
 
@@ -510,7 +507,7 @@ def _relu(r: KerasCall, x: Value) -> Value:
 
 def _relu_from(r: KerasCall, x: Value, slope: float, high: float | None, threshold: float) -> Value:
     """Append a ReLU with a threshold: where(x > threshold, clip(x), 0) - slope relu(threshold - x)."""
-    above = r.emit("Greater", [x, r.operand(threshold)], x.shape, "bool", part="above")
+    above = r.step("Greater", [x, r.operand(threshold)], "above")
     y = r.emit("Where", [above, x, r.operand(0.0)], part="" if high is None and not slope else "kept")
     if high is not None:
         y = r.emit("Clamp", [y], part="bound" if slope else "", min=0.0, max=float(high))
@@ -575,9 +572,7 @@ def _einsum(r: KerasCall, a: Any, b: Any) -> Value:
     x, y = _permuted(r, a, product.left, "left"), _permuted(r, b, product.right, "right")
     if product.result == tuple(range(len(product.result))):
         return r.emit("MatMul", [x, y])
-    shape = {axis: r.shape[k] for k, axis in enumerate(product.result)}
-    z = r.emit("MatMul", [x, y], [shape[k] for k in sorted(shape)], part="product")
-    return r.emit("Transpose", [z], perm=product.result)
+    return r.emit("Transpose", [r.step("MatMul", [x, y], "product")], perm=product.result)
 
 
 @reads("", "DotProductAttention")
@@ -592,7 +587,7 @@ def _attention(
     n, t, h, d = r.shape
     if mask is not None:  # a row that is hidden throughout gives the mean of all values, as in Keras
         numbers = [r.operand(x) for x in (0.0, HIDDEN_SCORE)]
-        bias = r.emit("Where", [r.operand(mask, "bool"), *numbers], mask.shape, part="mask")
+        bias = r.step("Where", [r.operand(mask, "bool"), *numbers], "mask")
     operands += [] if bias is None else [r.operand(bias)]
     y = r.emit(
         "SDPA", operands, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False
@@ -603,7 +598,7 @@ def _attention(
 def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
     if tuple(perm) == tuple(range(len(perm))):
         return x
-    return r.emit("Transpose", [x], [x.shape[d] for d in perm], x.dtype, part, perm=tuple(perm))
+    return r.step("Transpose", [x], part, perm=tuple(perm))
 
 
 # ---------------------------------------------------------------- moving and looking up values
@@ -612,7 +607,7 @@ def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
 @reads("", "Argmax Argmin")
 def _arg_max(r: KerasCall, x: Value) -> Value:
     op = {"Argmax": "ArgMax", "Argmin": "ArgMin"}[type(r.op).__name__]
-    y = r.emit(op, [x], None, "int64", part="index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
+    y = r.step(op, [x], "index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
     return r.emit("Cast", [y], dtype=r.dtype)
 
 
@@ -625,7 +620,7 @@ def _top_k(r: KerasCall, x: Value) -> list[Value] | Value:
     values, indices = r.builder.emit(r.origin, r.name, "TopK", [x.name], how, [(r.shape, x.dtype), (r.shape, "int64")])
     if kind == "Sort":
         return values
-    indices = r.emit("Cast", [indices], r.shape, "int32", part="index", dtype="int32")
+    indices = r.step("Cast", [indices], "index", dtype="int32")
     return [values, indices] if kind == "TopK" else indices
 
 
@@ -659,8 +654,7 @@ def _get_item(r: KerasCall, x: Value, key: Any) -> Value:
             x = _slice(r, x, axis, k)
         axis += 1
     for axis, index in reversed(removed):
-        shape = (*x.shape[:axis], *x.shape[axis + 1 :])
-        x = r.emit("Select", [x], shape, x.dtype, "select", axis=axis, index=index)
+        x = r.step("Select", [x], "select", axis=axis, index=index)
     return r.emit("Unsqueeze", [x], axes=tuple(added)) if added else x
 
 
@@ -669,12 +663,10 @@ def _slice(r: KerasCall, x: Value, axis: int, k: slice) -> Value:
     require(step >= 1 and all(v is None or isinstance(v, int) for v in (k.start, k.stop)))
     if size is None:  # the batch
         require((k.start or 0) >= 0 and (k.stop is None or k.stop >= 0))
-        start, end, length = k.start or 0, k.stop, None
+        start, end = k.start or 0, k.stop
     else:
         start, end, _ = k.indices(size)
-        length = len(range(start, end, step))
-    shape = (*x.shape[:axis], length, *x.shape[axis + 1 :])
-    return r.emit("Slice", [x], shape, x.dtype, "slice", axis=axis, start=start, end=end, step=step)
+    return r.step("Slice", [x], "slice", axis=axis, start=start, end=end, step=step)
 
 
 @reads("", "OneHot")
@@ -687,7 +679,7 @@ def _one_hot(r: KerasCall, x: Value) -> Value:
 def _multi_hot(r: KerasCall, x: Value) -> Value:
     require(r.op.axis == -1 and len(x.shape) > 1 and not r.op.sparse)
     each = _one_hot_encoding(r, x, r.op.num_classes, part="each")
-    return r.emit("ReduceMax", [each], None, each.dtype, axes=(1,), keepdims=False)
+    return r.step("ReduceMax", [each], axes=(1,), keepdims=False)
 
 
 @reads("CategoryEncoding")
@@ -697,7 +689,7 @@ def _category_encoding(r: KerasCall, x: Value) -> Value:
     require(not r.op.sparse and len(x.shape) > 1)
     if mode == "one_hot":
         if x.shape[-1] == 1:
-            x = r.emit("Reshape", [x], x.shape[:-1], x.dtype, "entries", shape=_static(x.shape[:-1]))
+            x = r.step("Reshape", [x], "entries", shape=_static(x.shape[:-1]))
         return _one_hot_encoding(r, x, n)
     each = _one_hot_encoding(r, x, n, part="each")
     return r.emit("ReduceMax" if mode == "multi_hot" else "Sum", [each], axes=(1,), keepdims=False)
@@ -707,13 +699,12 @@ def _one_hot_encoding(r: KerasCall, x: Value, n: int, axis: int = -1, part: str 
     """Append the one-hot encoding of integers, over `n` classes along a new axis."""
     rank = len(x.shape) + 1
     axis %= rank
-    shape = (*x.shape[:axis], n, *x.shape[axis:])
     require("int" in x.dtype)
     numbers = np.arange(n).reshape([n if k == axis else 1 for k in range(rank)])
-    column = r.emit("Unsqueeze", [x], (*x.shape[:axis], 1, *x.shape[axis:]), x.dtype, "column", axes=(axis,))
-    same = r.emit("Equal", [column, r.operand(numbers, x.dtype)], shape, "bool", "same")
+    column = r.step("Unsqueeze", [x], "column", axes=(axis,))
+    same = r.step("Equal", [column, r.operand(numbers, x.dtype)], "same")
     dtype = narrowed(r.op.dtype or r.dtype)  # Keras gives the type of multi_hot's operand as that of its result
-    return r.emit("Cast", [same], shape, dtype, part=part, dtype=dtype)
+    return r.step("Cast", [same], part, dtype=dtype)
 
 
 @reads("", "Digitize")
@@ -721,9 +712,9 @@ def _digitize(r: KerasCall, x: Value, bins: Any) -> Value:
     """Read `digitize`: the number of edges that are at most as large as each entry."""
     require("float" in x.dtype and not isinstance(bins, Value))
     edges = keras.ops.convert_to_numpy(bins)
-    column = r.emit("Unsqueeze", [x], (*x.shape, 1), x.dtype, "column", axes=(len(x.shape),))
-    above = r.emit("GreaterEqual", [column, r.operand(edges, x.dtype)], (*x.shape, len(edges)), "bool", "above")
-    counted = r.emit("Cast", [above], above.shape, part="counted", dtype=r.dtype)
+    column = r.step("Unsqueeze", [x], "column", axes=(len(x.shape),))
+    above = r.step("GreaterEqual", [column, r.operand(edges, x.dtype)], "above")
+    counted = r.step("Cast", [above], "counted", dtype=r.dtype)
     return r.emit("Sum", [counted], axes=(len(x.shape),), keepdims=False)
 
 
@@ -740,9 +731,8 @@ def _repeat(r: KerasCall, x: Value) -> Value:
     ones, (n,) = [1] * len(x.shape), repeats
     if size == 1:
         return r.emit("Tile", [x], repeats=(*ones[:axis], n, *ones[axis + 1 :]))
-    before, after = x.shape[: axis + 1], x.shape[axis + 1 :]
-    y = r.emit("Unsqueeze", [x], (*before, 1, *after), part="copies", axes=(axis + 1,))
-    y = r.emit("Tile", [y], (*before, n, *after), part="tiled", repeats=(*ones[: axis + 1], n, *ones[axis + 1 :]))
+    y = r.step("Unsqueeze", [x], "copies", axes=(axis + 1,))
+    y = r.step("Tile", [y], "tiled", repeats=(*ones[: axis + 1], n, *ones[axis + 1 :]))
     return r.emit("Reshape", [y], shape=_static(r.shape))
 
 
@@ -773,13 +763,13 @@ def _broadcast_to(r: KerasCall, x: Any, batch_of: Value | None = None) -> Value:
     require(None not in r.shape[1:])
     if batch_of is None:
         return r.emit("Expand", [r.operand(x)], shape=_static(r.shape))
-    size = r.emit("Size", [batch_of], (), "int", part="size", axis=0)
+    size = r.step("Size", [batch_of], "size", axis=0)
     return r.emit("Expand", [r.operand(x), size], shape=(None, *r.shape[1:]))
 
 
 @reads("Embedding")
 def _embedding(r: KerasCall, x: Value) -> Value:
-    index = x if x.dtype in ("int32", "int64") else r.emit("Cast", [x], x.shape, "int32", part="index", dtype="int32")
+    index = x if x.dtype in ("int32", "int64") else r.step("Cast", [x], "index", dtype="int32")
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])
 
 

@@ -29,8 +29,8 @@ def _layer(r: KerasCall, sequences: Value, initial_state: Any = None, mask: Any 
         sequences, *_ = _one_direction(r, r.op, sequences, None, f"{r.name}/{cell.name}", mask, cell)
     y, last, *more = _one_direction(r, r.op, sequences, initial_state, r.name, mask)
     if mask is not None and r.op.return_sequences and getattr(r.op, "zero_output_for_mask", False):
-        wide = r.emit("Unsqueeze", [mask], (*mask.shape, 1), "bool", part="mask", axes=(2,))
-        y = r.emit("Where", [wide, y, r.operand(0.0)], y.shape, part="hidden")
+        wide = r.step("Unsqueeze", [mask], "mask", axes=(2,))
+        y = r.step("Where", [wide, y, r.operand(0.0)], "hidden")
     if r.op.return_sequences and r.op.go_backwards:  # Keras returns the states in the order in which they are made
         y = _flipped(r, y)
     return [y if r.op.return_sequences else last, *([last, *more] if r.op.return_state else [])]
@@ -55,14 +55,13 @@ def _halves(states: Sequence[Any]) -> list[Any]:
 
 
 def _merged(r: KerasCall, results: list[Value]) -> list[Value]:
-    mode, shape = r.op.merge_mode, results[0].shape
+    mode = r.op.merge_mode
     if mode is None:
         return results
     if mode == "concat":
-        wide = (*shape[:-1], (shape[-1] or 0) * 2)
-        return [r.emit("Concat", results, wide, part="concat", axis=len(shape) - 1)]
-    merged = r.emit("Mul" if mode == "mul" else "Add", results, shape, part=mode)
-    return [r.emit("Mul", [merged, r.operand(0.5)], shape, part="half")] if mode == "ave" else [merged]
+        return [r.step("Concat", results, "concat", axis=len(results[0].shape) - 1)]
+    merged = r.step("Mul" if mode == "mul" else "Add", results, mode)
+    return [r.step("Mul", [merged, r.operand(0.5)], "half")] if mode == "ave" else [merged]
 
 
 def _one_direction(
@@ -108,4 +107,4 @@ def _biases(r: KerasCall, cell: Any) -> list[str | None]:
 
 
 def _flipped(r: KerasCall, y: Value) -> Value:
-    return r.emit("Gather", [y, r.operand(np.arange(y.shape[1] or 0)[::-1], "int64")], y.shape, part="flip", axis=1)
+    return r.step("Gather", [y, r.operand(np.arange(y.shape[1] or 0)[::-1], "int64")], "flip", axis=1)

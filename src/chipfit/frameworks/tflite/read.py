@@ -12,7 +12,7 @@ import torch
 
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, short_message
-from chipfit.frameworks.reading import Unreadable, require
+from chipfit.frameworks.reading import Unreadable, inferred, require
 from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.check import check
@@ -279,6 +279,11 @@ class Call:
         """Append the node that computes the result, with its name, shape and dtype."""
         return self.part(op, inputs, self.shape(), called=self.name, **attrs)
 
+    def step(self, op: str, inputs: Sequence[str | Value | None], /, **attrs: Any) -> Value:
+        """Append a node whose shape and dtype follow from its operands; not of an operator that knows channels."""
+        names = [i.name if isinstance(i, Value) else i for i in inputs]
+        return self.parts(op, names, inferred(self.reading.builder.graph, op, names, attrs), **attrs)[0]
+
     def part(
         self,
         op: str,
@@ -432,8 +437,7 @@ def _transpose_conv(c: Call) -> Value:
 def _linear(c: Call) -> Value:
     if not c.is_constant(1):
         require(not c.has(2) and len(c.value(1).shape) == 2, "its weight is computed")
-        wide = c.part("Transpose", [c.value(1)], c.value(1).shape[::-1], perm=(1, 0))
-        return c.emit("MatMul", [c.value(0), wide])
+        return c.emit("MatMul", [c.value(0), c.step("Transpose", [c.value(1)], perm=(1, 0))])
     x, (out, width) = c.value(0), c.dims(1)
     if (len(x.shape) != 2 and not c.option("keepNumDims", False)) or x.shape[-1] != width:
         x = c.part("Reshape", [x], (c.shape()[0], width), shape=(-1, width))
@@ -453,7 +457,7 @@ def _mat_mul(c: Call) -> Value:
         else:
             x = c.value(k)
             perm = (*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2)
-            operands[k] = c.part("Transpose", [x], [x.shape[d] for d in perm], perm=perm)
+            operands[k] = c.step("Transpose", [x], perm=perm)
     return c.emit(c.canonical, operands)
 
 
@@ -477,7 +481,7 @@ def _softmax(c: Call) -> Value:
     x = c.operand(0)
     beta = float(c.option("beta", 1.0) or 1.0)
     if beta != 1:
-        x = c.part("Mul", [x, c.added(beta)], c.shape()).name
+        x = c.step("Mul", [x, c.added(beta)]).name
     more = {"eps": 1e-6} if "eps" in OPS[c.canonical].attrs else {}
     return c.emit(c.canonical, [x], axis=len(c.shape()) - 1, **more)
 
@@ -489,7 +493,7 @@ def _square(c: Call) -> Value:
 
 @reads("SQUARED_DIFFERENCE")
 def _squared_difference(c: Call) -> Value:
-    d = c.part("Sub", [c.operand(0), c.operand(1)], c.shape())
+    d = c.step("Sub", [c.operand(0), c.operand(1)])
     return c.emit("Mul", [d, d])
 
 
@@ -507,9 +511,9 @@ def _cast(c: Call) -> Value:
     x, t = c.operand(0), c.tensor(0)
     if t.scale is not None and c.out[0].scale is None:
         for op, numbers in (("Div", t.scale), (OPERATORS["ROUND"], None), ("Add", t.zero.astype(np.float32).ravel())):
-            x = c.part(op, [x] if numbers is None else [x, c.added(numbers)], c.shape(), kind="float32").name
+            x = c.step(op, [x] if numbers is None else [x, c.added(numbers)]).name
         ends = np.iinfo(t.kind.lower())
-        x = c.part("Clamp", [x], c.shape(), kind="float32", min=float(ends.min), max=float(ends.max)).name
+        x = c.step("Clamp", [x], min=float(ends.min), max=float(ends.max)).name
     return c.emit(c.canonical, [x], dtype=c.out[0].dtype)
 
 
@@ -628,7 +632,7 @@ def _slice(c: Call) -> Value:
     for k in reversed(range(len(begin))):
         size = y.shape[k]
         if shrink >> k & 1:
-            y = c.part("Select", [y], (*y.shape[:k], *y.shape[k + 1 :]), kind=y.dtype, axis=k, index=begin[k])
+            y = c.step("Select", [y], axis=k, index=begin[k])
             continue
         start = 0 if begin_mask >> k & 1 else begin[k]
         stop = None if end_mask >> k & 1 else end[k]
@@ -637,8 +641,7 @@ def _slice(c: Call) -> Value:
             continue
         require(size is not None, "it cuts the batch")
         lo, hi, by = slice(start, stop, step[k]).indices(size or 0)
-        shape = (*y.shape[:k], len(range(lo, hi, by)), *y.shape[k + 1 :])
-        y = c.part("Slice", [y], shape, kind=y.dtype, axis=k, start=lo, end=hi, step=by)
+        y = c.step("Slice", [y], axis=k, start=lo, end=hi, step=by)
     return y
 
 
@@ -662,12 +665,9 @@ def _gather_within(c: Call, batched: int) -> Value:
     if len(picked) == 1 and not inner:
         return c.emit("GatherElements", [x, index], axis=batched)
     count = int(np.prod([d or 0 for d in picked]))
-    thin, wide = (*at[:batched], count, *(1 for _ in inner)), (*at[:batched], count, *inner)
-    kind = c.tensor(1).dtype
-    rows: Value = c.part("Reshape", [index], thin, kind=kind, shape=c.static(thin))
-    rows = c.part("Expand", [rows], wide, kind=kind, shape=c.static(wide)) if inner else rows
-    y = c.part("GatherElements", [x, rows], wide, axis=batched)
-    return c.emit("Reshape", [y], shape=c.static())
+    rows = c.step("Reshape", [index], shape=c.static((*at[:batched], count, *(1 for _ in inner))))
+    rows = c.step("Expand", [rows], shape=c.static((*at[:batched], count, *inner))) if inner else rows
+    return c.emit("Reshape", [c.step("GatherElements", [x, rows], axis=batched)], shape=c.static())
 
 
 def _operand_with_shape(c: Call, k: int) -> tuple[str, tuple[int | None, ...]]:
@@ -683,15 +683,13 @@ def _gather_nd(c: Call) -> Value:
     sizes = [d or 0 for d in of[:axes]]
     require(None not in of[:axes] and axes > 0, "it picks whole samples")
     steps = np.cumprod([1, *sizes[:0:-1]])[::-1].astype(np.int64)
-    rows = (int(np.prod(sizes)), *of[axes:])
-    flat = c.part("Reshape", [x], rows, shape=c.static(rows)).name if axes > 1 else x
+    flat = c.step("Reshape", [x], shape=c.static((int(np.prod(sizes)), *of[axes:]))) if axes > 1 else x
     if c.is_constant(1):
         places = torch.from_numpy((c.constant(1).astype(np.int64) * steps).sum(-1))
         return c.emit("Gather", [flat, c.added(places)], axis=0)
-    kind = c.tensor(1).dtype
-    scaled = c.part("Mul", [index, c.added(torch.from_numpy(steps.copy()).to(getattr(torch, kind)))], at, kind=kind)
-    where = c.part("Sum", [scaled], at[:-1], kind=kind, axes=(len(at) - 1,), keepdims=False)
-    return c.emit("Gather", [flat, where], axis=0)
+    factors = c.added(torch.from_numpy(steps.copy()).to(getattr(torch, c.tensor(1).dtype)))
+    rows = c.step("Sum", [c.step("Mul", [index, factors])], axes=(len(at) - 1,), keepdims=False)
+    return c.emit("Gather", [flat, rows], axis=0)
 
 
 @reads("PAD PADV2 MIRROR_PAD")
@@ -722,7 +720,7 @@ def _depth_to_space(c: Call) -> Value:
     if c.op.kind == "DEPTH_TO_SPACE":
         order = np.arange(x.shape[-1] or 0).reshape(k * k, -1).T.ravel()
         index = c.added(torch.from_numpy(order.copy()))
-        moved = c.part("Gather", [x, index], x.shape, axis=len(x.shape) - 1)
+        moved = c.step("Gather", [x, index], axis=len(x.shape) - 1)
         return c.emit("DepthToSpace", [moved], block=k)
     y = c.part("SpaceToDepth", [x], c.shape(), block=k)
     order = np.arange(c.shape()[-1] or 0).reshape(-1, k * k).T.ravel()

@@ -71,7 +71,7 @@ def _sequences(c: Call) -> Value:
         )
         return c.part("Reshape", [x], (1, count, width), shape=(1, -1, width))
     if c.option("timeMajor", False):
-        return c.part("Transpose", [x], (x.shape[1], x.shape[0], x.shape[2]), perm=(1, 0, 2))
+        return c.step("Transpose", [x], perm=(1, 0, 2))
     return x
 
 

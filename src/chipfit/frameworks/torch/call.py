@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from chipfit.frameworks.reading import Unreadable, present, require
+from chipfit.frameworks.reading import Unreadable, inferred, present, require
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, origin
-from chipfit.graph.builder import GraphBuilder
+from chipfit.graph.builder import GraphBuilder, Outputs
 from chipfit.graph.config import module_settings
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import OPAQUE, Graph, Ref
@@ -95,9 +95,13 @@ class TorchGraphBuilder(GraphBuilder):
         self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], likes: Any, name: str = ""
     ) -> list[str]:
         """Append a node that comes from `n`; return its values, one for each of `likes`."""
-        outs = [_shape_and_type(like) for like in likes]
-        made = self.emit(origin(n, self._modules), name or n.name, op, inputs, attrs, outs)
-        return [v.name for v in made]
+        return self.append_to(n, op, inputs, attrs, [_shape_and_type(like) for like in likes], name or n.name)
+
+    def append_to(
+        self, n: torch.fx.Node, op: str, inputs: Sequence[str | None], attrs: dict[str, Any], outs: Outputs, name: str
+    ) -> list[str]:
+        """Append a node that comes from `n`, whose results have these shapes and types; return its values."""
+        return [v.name for v in self.emit(origin(n, self._modules), name, op, inputs, attrs, outs)]
 
 
 def _shape_and_type(like: Any) -> tuple[tuple[int | None, ...], str]:
@@ -184,7 +188,7 @@ class TorchCall:
     def _cast(self, key: str, v: str, dtype: torch.dtype) -> str:
         if self.tensor(key).dtype is dtype:
             return v
-        return self.step("Cast", [v], self.tensor(key).to(dtype), dtype=str(dtype).removeprefix("torch."))
+        return self.step("Cast", [v], dtype=str(dtype).removeprefix("torch."))
 
     def size(self, size: Any, computed: bool = False) -> str:
         """Return an open size as a value.
@@ -203,7 +207,7 @@ class TorchCall:
                     return self._computed_size(size, place, *formula) if computed else self._static(size)
         require(str(size) in self.builder.sizes)
         name, axis = self.builder.sizes[str(size)]
-        return self.step("Size", [name], size, axis=axis)
+        return self.step("Size", [name], axis=axis)
 
     def _place_in_operands(self, size: OpenSize) -> tuple[str, int] | None:
         """Return an operand of the call that has a size, and the axis: what is written as one call reads no other."""
@@ -214,7 +218,7 @@ class TorchCall:
         return None
 
     def _computed_size(self, size: OpenSize, place: tuple[str, int], target: str, number: int) -> str:
-        base = self.step("Size", [place[0]], size, axis=place[1])
+        base = self.step("Size", [place[0]], axis=place[1])
         attrs = {"target": target, "args": [Ref(0), number], "kwargs": {}}
         return self.builder.append(self.node, OPAQUE, [base], attrs, [size], f"{self.node.name}_computed")[0]
 
@@ -225,10 +229,9 @@ class TorchCall:
 
     def index_range(self, key: str) -> str:
         """Return 0, 1, 2 ... below an open size, as the running sum of ones minus one."""
-        like = SymbolicTensor((self.args[key],), torch.int64)
         one = self.builder.constant(f"{self.node.name}.one", torch.ones(1, dtype=torch.int64))
-        ones = self.step("Expand", [one, self.size(self.args[key])], like, shape=(None,))
-        return self.step("Sub", [self.step("CumSum", [ones], like, axis=0), one], like)
+        ones = self.step("Expand", [one, self.size(self.args[key])], shape=(None,))
+        return self.step("Sub", [self.step("CumSum", [ones], axis=0), one])
 
     def tensor(self, key: str) -> SymbolicTensor:
         """Return shape and type of an argument."""
@@ -280,9 +283,10 @@ class TorchCall:
         """Append the final node of one operand, with every result."""
         return tuple(self.builder.append(self.node, op, [self.value("self")], attrs, list(self.result)))
 
-    def step(self, op: str, inputs: Sequence[str | None], like: Any, **attrs: Any) -> str:
-        """Append a node before the final one; `like` has the shape and type of its result."""
-        return self.builder.append(self.node, op, inputs, attrs, [like], f"{self.node.name}_{op.lower()}")[0]
+    def step(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> str:
+        """Append a node before the final one; return its first result."""
+        outs = inferred(self.builder.graph, op, inputs, attrs)
+        return self.builder.append_to(self.node, op, inputs, attrs, outs, f"{self.node.name}_{op.lower()}")[0]
 
 
 def _outer_layers(modules: Mapping[str, torch.nn.Module]) -> dict[str, tuple[str, dict[str, Any]]]:

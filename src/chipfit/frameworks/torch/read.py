@@ -123,13 +123,11 @@ def _attention(c: TorchCall) -> Any:
     if c.static("enable_gqa"):
         copies = c.tensor("query").shape[-3] // c.tensor("key").shape[-3]
     for k, key in enumerate(("key", "value") if copies > 1 else (), 1):
-        (*outer, n, d), like = c.tensor(key).shape, c.tensor(key)
-        one, many = (like.new_empty((*outer, m, n, d)) for m in (1, copies))
-        x = c.step("Unsqueeze", [ins[k]], one, axes=(len(outer),))
-        x = c.step("Expand", [x], many, shape=(*[-1] * len(outer), copies, -1, -1))
-        whole = like.new_empty((*outer[:-1], outer[-1] * copies, n, d))
-        inputs, shape = _reshape_arguments(c, x, many, whole)
-        ins[k] = c.step("Reshape", inputs, whole, **shape)
+        *outer, n, d = c.tensor(key).shape
+        x = c.step("Unsqueeze", [ins[k]], axes=(len(outer),))
+        x = c.step("Expand", [x], shape=(*[-1] * len(outer), copies, -1, -1))
+        whole = (*outer[:-1], outer[-1] * copies, n, d)
+        ins[k] = _reshape_to(c.step, c, x, (*outer, copies, n, d), whole)
     settings = {"is_causal": c.static("is_causal"), "scale": c.static("scale"), "enable_gqa": False}
     return c.emit("SDPA", [*ins, c.optional("attn_mask")], **settings)
 
@@ -138,15 +136,12 @@ def _attention(c: TorchCall) -> Any:
 def _matmul(c: TorchCall) -> Any:
     """Read a product of matrices; a vector becomes a matrix of one row or one column."""
     keys = "self", "other" if "other" in c.args else "mat2"
-    inputs, tensors, like = [c.value(k) for k in keys], [c.tensor(k) for k in keys], c.result
-    vectors = [k for k, x in enumerate(tensors) if x.dim() == 1]
+    inputs = [c.value(k) for k in keys]
+    vectors = [k for k, key in enumerate(keys) if c.tensor(key).dim() == 1]
     require(len(vectors) <= 1 and "out_dtype" not in c.args)
     for k in vectors:
-        axis, size = like.dim() - 1 + k, tensors[k].shape[0]
-        row_or_column = like.new_empty((1, size) if k == 0 else (size, 1))
-        inputs[k] = c.step("Unsqueeze", [inputs[k]], row_or_column, axes=(k,))
-        wide = like.new_empty((*like.shape[:axis], 1, *like.shape[axis:]))
-        return c.emit("Squeeze", [c.step("MatMul", inputs, wide)], axes=(axis,))
+        inputs[k] = c.step("Unsqueeze", [inputs[k]], axes=(k,))
+        return c.emit("Squeeze", [c.step("MatMul", inputs)], axes=(c.result.dim() - 1 + k,))
     return c.emit("MatMul", inputs)
 
 
@@ -159,7 +154,7 @@ def _add(c: TorchCall) -> Any:
         b = c.number_or_value("other")
     elif isinstance(c.args["other"], torch.fx.Node):
         like = c.tensor("other").to(c.result.dtype)
-        b = c.step("Mul", [c.number_or_value("other"), c.builder.scalar(f"{c.node.name}.alpha", alpha, like)], like)
+        b = c.step("Mul", [c.number_or_value("other"), c.builder.scalar(f"{c.node.name}.alpha", alpha, like)])
     else:
         b = c.builder.scalar(c.node.name, c.static("other") * alpha, c.result)
     return c.emit(c.name.capitalize(), [a, b])
@@ -186,7 +181,7 @@ def _clamp(c: TorchCall) -> Any:
         limits = [(op, c.constant(v)) for op, v in (("Max", lo), ("Min", hi)) if v is not None]
         x = c.number_or_value("self")
         for op, limit in limits[:-1]:
-            x = c.step(op, [x, limit], c.result)
+            x = c.step(op, [x, limit])
         return c.emit(limits[-1][0], [x, limits[-1][1]])
     if lo == 0 and hi in (6, None):
         return c.emit("Relu" if hi is None else "Relu6", [c.value("self")])
@@ -199,7 +194,7 @@ def _bounded(c: TorchCall) -> Any:
     x = c.cast_to_result("self")
     *first, (op, end) = [(op, end) for op, end in (("Max", "min"), ("Min", "max")) if c.args.get(end) is not None]
     for step, bound in first:
-        x = c.step(step, [x, c.number_or_value(bound)], c.result)
+        x = c.step(step, [x, c.number_or_value(bound)])
     return c.emit(op, [x, c.number_or_value(end)])
 
 
@@ -207,20 +202,19 @@ def _bounded(c: TorchCall) -> Any:
 def _lerp(c: TorchCall) -> Any:
     """Read lerp(a, b, w) as a + w (b - a)."""
     start = c.value("self")
-    gap = c.step("Sub", [c.value("end"), start], c.result)
-    return c.emit("Add", [start, c.step("Mul", [gap, c.number_or_value("weight")], c.result)])
+    gap = c.step("Sub", [c.value("end"), start])
+    return c.emit("Add", [start, c.step("Mul", [gap, c.number_or_value("weight")])])
 
 
 @reads("log1p expm1 log_sigmoid")
 def _near_zero(c: TorchCall) -> Any:
     """Read functions that PyTorch has for small results by the operators that they stand for."""
-    x, like = c.cast_to_result("self"), c.result
+    x = c.cast_to_result("self")
     if c.name == "log_sigmoid":  # -softplus(-x)
-        soft = c.step("Softplus", [c.step("Neg", [x], like)], like, beta=1.0, threshold=20.0)
-        return c.emit("Neg", [soft])
+        return c.emit("Neg", [c.step("Softplus", [c.step("Neg", [x])], beta=1.0, threshold=20.0)])
     if c.name == "log1p":
-        return c.emit("Log", [c.step("Add", [x, c.constant(1.0)], like)])
-    return c.emit("Sub", [c.step("Exp", [x], like), c.constant(1.0)])
+        return c.emit("Log", [c.step("Add", [x, c.constant(1.0)])])
+    return c.emit("Sub", [c.step("Exp", [x]), c.constant(1.0)])
 
 
 @reads("masked_fill")
@@ -242,28 +236,25 @@ def _triangle(c: TorchCall) -> Any:
 @reads("nan_to_num")
 def _nan_to_num(c: TorchCall) -> Any:
     """Read `nan_to_num` as choices of what equals itself and of what lies beyond the largest floats."""
-    x, most, like = c.cast_to_result("self"), torch.finfo(torch.float32).max, c.result
-    require(like.dtype is torch.float32)
-    number, nan = c.step("Equal", [x, x], like.to(torch.bool)), c.static("nan")
-    x = c.step("Where", [number, x, c.constant(float(nan or 0.0))], like)
+    x, most = c.cast_to_result("self"), torch.finfo(torch.float32).max
+    require(c.result.dtype is torch.float32)
+    x = c.step("Where", [c.step("Equal", [x, x]), x, c.constant(float(c.static("nan") or 0.0))])
     low, high = (end if v is None else v for v, end in ((c.static("neginf"), -most), (c.static("posinf"), most)))
     if (low, high) == (-most, most):
         return c.emit("Clamp", [x], min=-most, max=most)
-    below = c.step("Less", [x, c.constant(-most)], like.to(torch.bool))
-    x = c.step("Where", [below, c.constant(low), x], like)
-    above = c.step("Greater", [x, c.constant(most)], like.to(torch.bool))
+    x = c.step("Where", [c.step("Less", [x, c.constant(-most)]), c.constant(low), x])
+    above = c.step("Greater", [x, c.constant(most)])
     return c.emit("Where", [above, c.constant(high), x])
 
 
 @reads("logit")
 def _logit(c: TorchCall) -> Any:
     """Read log(x / (1 - x)), of x between eps and 1 - eps."""
-    x, eps, like = c.cast_to_result("self"), c.static("eps"), c.result
+    x, eps = c.cast_to_result("self"), c.static("eps")
     require(eps is None or eps <= 0.5)  # above it the bounds would change places
     if eps is not None and eps >= 0:  # PyTorch ignores negative ones
-        x = c.step("Clamp", [x], like, min=float(eps), max=1.0 - float(eps))
-    rest = c.step("Sub", [c.constant(1.0), x], like)
-    return c.emit("Log", [c.step("Div", [x, rest], like)])
+        x = c.step("Clamp", [x], min=float(eps), max=1.0 - float(eps))
+    return c.emit("Log", [c.step("Div", [x, c.step("Sub", [c.constant(1.0), x])])])
 
 
 @reads("take_along_dim")
@@ -281,11 +272,8 @@ def _distances(c: TorchCall) -> Any:
     """Read the lengths of all differences between two sets of vectors, [.., P, D] and [.., R, D]."""
     a, b = c.tensor("x1"), c.tensor("x2")
     require(c.static("p") == 2 and a.dim() == b.dim())
-    apart = [c.step("Unsqueeze", [c.value("x1")], a.new_empty((*a.shape[:-1], 1, a.shape[-1])), axes=(a.dim() - 1,))]
-    wide = b.new_empty((*b.shape[:-2], 1, *b.shape[-2:]))
-    apart.append(c.step("Unsqueeze", [c.value("x2")], wide, axes=(b.dim() - 2,)))
-    gap = c.step("Sub", apart, c.result.new_empty((*c.result.shape, a.shape[-1])))
-    return c.emit("ReduceL2", [gap], axes=(c.result.dim(),), keepdims=False)
+    apart = [c.step("Unsqueeze", [c.value(k)], axes=(a.dim() + at,)) for k, at in (("x1", -1), ("x2", -2))]
+    return c.emit("ReduceL2", [c.step("Sub", apart)], axes=(c.result.dim(),), keepdims=False)
 
 
 @reads("celu")
@@ -294,9 +282,8 @@ def _celu(c: TorchCall) -> Any:
     x, alpha = c.value("self"), float(c.static("alpha"))
     if alpha == 1:
         return c.emit("Elu", [x], alpha=1.0)
-    shrunk = c.step("Mul", [x, c.builder.scalar(c.node.name, 1 / alpha, c.result)], c.result)
-    bent = c.step("Elu", [shrunk], c.result, alpha=1.0)
-    return c.emit("Mul", [bent, c.builder.scalar(c.node.name, alpha, c.result)])
+    shrunk = c.step("Mul", [x, c.builder.scalar(c.node.name, 1 / alpha, c.result)])
+    return c.emit("Mul", [c.step("Elu", [shrunk], alpha=1.0), c.builder.scalar(c.node.name, alpha, c.result)])
 
 
 @reads("rrelu")
@@ -309,9 +296,9 @@ def _random_slope(c: TorchCall) -> Any:
 @reads("logaddexp")
 def _log_add_exp(c: TorchCall) -> Any:
     """Read log(exp(a) + exp(b)) as max(a, b) + softplus(-|a - b|)."""
-    a, b, like = c.cast_to_result("self"), c.cast_to_result("other"), c.result
-    gap = c.step("Neg", [c.step("Abs", [c.step("Sub", [a, b], like)], like)], like)
-    return c.emit("Add", [c.step("Max", [a, b], like), c.step("Softplus", [gap], like, beta=1.0, threshold=20.0)])
+    a, b = c.cast_to_result("self"), c.cast_to_result("other")
+    gap = c.step("Neg", [c.step("Abs", [c.step("Sub", [a, b])])])
+    return c.emit("Add", [c.step("Max", [a, b]), c.step("Softplus", [gap], beta=1.0, threshold=20.0)])
 
 
 # ---------------------------------------------------------------- pooling and reduction
@@ -343,8 +330,7 @@ def _reduce(c: TorchCall) -> Any:
         return c.emit(_REDUCTIONS[c.name], [c.value("self")], axes=axes, keepdims=keep)
     if keep:
         return c.emit("GlobalAvgPool", [c.value("self")])
-    pooled = c.step("GlobalAvgPool", [c.value("self")], x.new_empty((*x.shape[:2], 1, 1)))
-    return c.emit("Reshape", [pooled], shape=_reshape_target(c.result))
+    return c.emit("Reshape", [c.step("GlobalAvgPool", [c.value("self")])], shape=_reshape_target(c.result.shape))
 
 
 @reads("any all")
@@ -353,10 +339,10 @@ def _any(c: TorchCall) -> Any:
     x, dim = c.tensor("self"), c.args.get("dim")
     require(x.dtype is torch.bool and x.dim() != 0)
     axes = tuple(range(x.dim())) if dim is None else tuple(a % x.dim() for a in per_axis(c.static("dim"), 1))
-    ones = c.step("Cast", [c.value("self")], x.to(torch.float32), dtype="float32")
-    kind, like = "ReduceMax" if c.name == "any" else "ReduceMin", c.result.to(torch.float32)
-    most = c.step(kind, [ones], like, axes=axes, keepdims=bool(c.args.get("keepdim")))
-    return c.emit("Greater", [most, c.builder.scalar(c.node.name, 0.5, like)])
+    ones = c.step("Cast", [c.value("self")], dtype="float32")
+    kind = "ReduceMax" if c.name == "any" else "ReduceMin"
+    most = c.step(kind, [ones], axes=axes, keepdims=bool(c.args.get("keepdim")))
+    return c.emit("Greater", [most, c.builder.scalar(c.node.name, 0.5, c.result.to(torch.float32))])
 
 
 _BAGS = ("Sum", "Mean", "ReduceMax")  #: by the number of `mode`
@@ -372,9 +358,8 @@ def _embedding_bag(c: TorchCall) -> Any:
     like, special = index.meta["val"], ("per_sample_weights", "include_last_offset", "padding_idx")
     if (*like.shape[1:],) != (size,) or start != 0 or any(c.args.get(k) not in (None, False) for k in special):
         raise Unreadable
-    rows = c.result[0].new_empty((like.shape[0], size, c.result[0].shape[1]))
-    rows_of = c.step("Embedding", [c.value("weight"), c.builder.arg(index)], rows)
-    return c.emit(_BAGS[c.static("mode")], [rows_of], axes=(1,), keepdims=False)
+    rows = c.step("Embedding", [c.value("weight"), c.builder.arg(index)])
+    return c.emit(_BAGS[c.static("mode")], [rows], axes=(1,), keepdims=False)
 
 
 _NORMS = {1: "Sum", 2: "ReduceL2", math.inf: "ReduceMax"}
@@ -384,7 +369,7 @@ _NORMS = {1: "Sum", 2: "ReduceL2", math.inf: "ReduceMax"}
 def _vector_norm(c: TorchCall) -> Any:
     require(c.static("ord") in _NORMS and c.static("dtype") is None)
     x, op = c.value("self"), _NORMS[c.static("ord")]
-    x = x if op == "ReduceL2" else c.step("Abs", [x], c.tensor("self"))
+    x = x if op == "ReduceL2" else c.step("Abs", [x])
     return c.emit(op, [x], axes=_axes(c), keepdims=bool(c.static("keepdim")))
 
 
@@ -394,38 +379,26 @@ def _cosine_similarity(c: TorchCall) -> Any:
     unit, rank = list[str](), c.result.dim() + 1
     axis = c.static("dim") % rank
     for key in ("x1", "x2"):
-        x, like = c.value(key), c.tensor(key)
-        require(like.dim() == rank)
-        kept = like.new_empty([1 if k == axis else d for k, d in enumerate(like.shape)])
-        length = c.step("ReduceL2", [x], kept, axes=(axis,), keepdims=True)
-        length = c.step("Clamp", [length], kept, min=float(c.static("eps")), max=None)
-        unit.append(c.step("Div", [x, length], like))
-    size = max(c.tensor(key).shape[axis] for key in ("x1", "x2"))
-    product = c.step("Mul", unit, c.result.new_empty([*c.result.shape[:axis], size, *c.result.shape[axis:]]))
-    return c.emit("Sum", [product], axes=(axis,), keepdims=False)
+        require(c.tensor(key).dim() == rank)
+        length = c.step("ReduceL2", [c.value(key)], axes=(axis,), keepdims=True)
+        length = c.step("Clamp", [length], min=float(c.static("eps")), max=None)
+        unit.append(c.step("Div", [c.value(key), length]))
+    return c.emit("Sum", [c.step("Mul", unit)], axes=(axis,), keepdims=False)
 
 
 @reads("pairwise_distance")
 def _pairwise_distance(c: TorchCall) -> Any:
-    keep, operands = bool(c.static("keepdim")), [c.tensor("x1"), c.tensor("x2")]
-    features = [x.shape[-1] for x in operands]
-    require(c.static("p") == 2 and all(isinstance(s, int) for s in features))
-    gap = c.result.new_empty([*(c.result.shape[:-1] if keep else c.result.shape), max(features)])
-    away = c.step("Sub", [c.value("x1"), c.value("x2")], gap)
-    away = c.step("Add", [away, c.constant(c.static("eps"))], gap)
-    return c.emit("ReduceL2", [away], axes=(gap.dim() - 1,), keepdims=keep)
+    require(c.static("p") == 2)
+    away = c.step("Sub", [c.value("x1"), c.value("x2")])
+    away = c.step("Add", [away, c.constant(c.static("eps"))])
+    last = max(c.tensor(k).dim() for k in ("x1", "x2")) - 1
+    return c.emit("ReduceL2", [away], axes=(last,), keepdims=bool(c.static("keepdim")))
 
 
 def _axes(c: TorchCall) -> tuple[int, ...]:
     """Return the axes of a reduction; all of them where the call leaves them out."""
     dim = c.static("dim")
     return tuple(range(c.rank)) if dim in (None, ()) else tuple(a % c.rank for a in per_axis(dim, 1))
-
-
-def _kept(c: TorchCall, axes: Sequence[int]) -> Any:
-    """Return a tensor like the operand with axes of size 1."""
-    x = c.tensor("self")
-    return x.new_empty([1 if k in axes else d for k, d in enumerate(x.shape)])
 
 
 @reads("var std var_mean std_mean")
@@ -436,9 +409,8 @@ def _spread(c: TorchCall) -> Any:
     correction = 1 if correction is None else float(correction)
     x, sizes = c.value("self"), [c.tensor("self").shape[a] for a in axes]
     require(not correction or all(isinstance(s, int) for s in sizes))
-    centre = c.step("Mean", [x], _kept(c, axes), axes=axes, keepdims=True)
-    gap = c.step("Sub", [x, centre], c.tensor("self"))
-    like, y = (c.result[0] if mean else c.result), c.step("Mul", [gap, gap], c.tensor("self"))
+    gap = c.step("Sub", [x, c.step("Mean", [x], axes=axes, keepdims=True)])
+    like, y = (c.result[0] if mean else c.result), c.step("Mul", [gap, gap])
     steps: list[tuple[str, list[str], dict[str, Any]]] = [("Mean", [], {"axes": axes, "keepdims": keep})]
     if correction:
         count = math.prod(sizes)
@@ -447,23 +419,22 @@ def _spread(c: TorchCall) -> Any:
     steps += [("Sqrt", [], {})] if deviation == "std" else []
     *first, (op, others, attrs) = steps
     for step, more, how in first:
-        y = c.step(step, [y, *more], like, **how)
+        y = c.step(step, [y, *more], **how)
     if not mean:
         return c.emit(op, [y, *others], **attrs)
-    return c.step(op, [y, *others], like, **attrs), c.step("Mean", [x], c.result[1], axes=axes, keepdims=keep)
+    return c.step(op, [y, *others], **attrs), c.step("Mean", [x], axes=axes, keepdims=keep)
 
 
 @reads("logsumexp")
 def _log_sum_exp(c: TorchCall) -> Any:
     """Read log(sum(exp(x))) as m + log(sum(exp(x - m))), m being the maximum."""
-    axes, x, kept = _axes(c), c.cast_to_result("self"), _kept(c, _axes(c)).to(c.result.dtype)
-    top = c.step("ReduceMax", [x], kept, axes=axes, keepdims=True)
-    like = c.tensor("self").to(c.result.dtype)
-    powers = c.step("Exp", [c.step("Sub", [x, top], like)], like)
-    logs = c.step("Log", [c.step("Sum", [powers], kept, axes=axes, keepdims=True)], kept)
+    axes, x = _axes(c), c.cast_to_result("self")
+    top = c.step("ReduceMax", [x], axes=axes, keepdims=True)
+    powers = c.step("Exp", [c.step("Sub", [x, top])])
+    logs = c.step("Log", [c.step("Sum", [powers], axes=axes, keepdims=True)])
     if c.static("keepdim"):
         return c.emit("Add", [logs, top])
-    return c.emit("Squeeze", [c.step("Add", [logs, top], kept)], axes=axes)
+    return c.emit("Squeeze", [c.step("Add", [logs, top])], axes=axes)
 
 
 @reads("instance_norm")
@@ -495,8 +466,8 @@ def _max_min(c: TorchCall) -> Any:
     x, keep, kind = c.value("self"), bool(c.static("keepdim")), c.name.capitalize()
     if not isinstance(c.result, (tuple, list)) or c.only_first_result_is_read:
         return c.emit(f"Reduce{kind}", [x], axes=axes, keepdims=keep)
-    values = c.step(f"Reduce{kind}", [x], c.result[0], axes=axes, keepdims=keep)
-    return values, c.step(f"Arg{kind}", [x], c.result[1], axis=axes[0], keepdims=keep)
+    values = c.step(f"Reduce{kind}", [x], axes=axes, keepdims=keep)
+    return values, c.step(f"Arg{kind}", [x], axis=axes[0], keepdims=keep)
 
 
 @reads("topk sort argsort")
@@ -520,26 +491,21 @@ def _kth_smallest(c: TorchCall) -> Any:
     n = x.shape[axis]
     require(isinstance(n, int))
     count = n + 1 - (c.static("k") if c.name == "kthvalue" else (n + 1) // 2)
-    shape = (*x.shape[:axis], count, *x.shape[axis + 1 :])
-    likes = [x.new_empty(shape), x.new_empty(shape).to(torch.int64)]
-    how = {"k": count, "axis": axis, "largest": True}
-    y = c.builder.append(c.node, "TopK", [c.value("self")], how, likes, f"{c.node.name}_topk")[0]
+    last = {"axis": axis, "start": count - 1, "end": count, "step": 1}
+    y = c.step("TopK", [c.value("self")], k=count, axis=axis, largest=True)
     if c.static("keepdim"):
-        return c.emit("Slice", [y], axis=axis, start=count - 1, end=count, step=1)
-    last = x.new_empty((*x.shape[:axis], 1, *x.shape[axis + 1 :]))
-    y = c.step("Slice", [y], last, axis=axis, start=count - 1, end=count, step=1)
-    return c.emit("Squeeze", [y], axes=(axis,))
+        return c.emit("Slice", [y], **last)
+    return c.emit("Squeeze", [c.step("Slice", [y], **last)], axes=(axis,))
 
 
 @reads("one_hot")
 def _one_hot(c: TorchCall) -> Any:
     """Read one-hot rows as a comparison with every class."""
-    count, x = c.static("num_classes"), c.tensor("self")
+    count = c.static("num_classes")
     require(count >= 0)  # below 0 it is one more than the greatest class
-    wide = c.step("Unsqueeze", [c.value("self")], x.new_empty((*x.shape, 1)), axes=(x.dim(),))
+    wide = c.step("Unsqueeze", [c.value("self")], axes=(c.rank,))
     classes = c.builder.constant(f"{c.node.name}.classes", torch.arange(count))
-    equal = c.step("Equal", [wide, classes], c.result.to(torch.bool))
-    return c.emit("Cast", [equal], dtype="int64")
+    return c.emit("Cast", [c.step("Equal", [wide, classes])], dtype="int64")
 
 
 @reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")
@@ -553,41 +519,41 @@ def _bitwise(c: TorchCall) -> Any:
 # ---------------------------------------------------------------- moving data
 
 
-def _reshape_target(like: SymbolicTensor) -> tuple[int, ...]:
+def _reshape_target(sizes: Sequence[Any]) -> tuple[int, ...]:
     """Return a shape for Reshape, with -1 for the open size.
 
     Raises:
         Unreadable: Several sizes are open, or one is 0.
     """
-    shape = tuple(int(s) if isinstance(s, int) else -1 for s in like.shape)
+    shape = tuple(int(s) if isinstance(s, int) else -1 for s in sizes)
     require(shape.count(-1) <= 1 and 0 not in shape)
     return shape
 
 
-def _reshape_arguments(
-    c: TorchCall, x: str, old: SymbolicTensor, like: SymbolicTensor
-) -> tuple[list[str], dict[str, Any]]:
-    """Return operands and attributes of a Reshape from `old` to `like`.
+def _reshape_to(put: Callable[..., str], c: TorchCall, x: str, old: Sequence[Any], new: Sequence[Any]) -> str:
+    """Append a Reshape from old sizes to new ones.
 
     Of several open sizes the last becomes -1; the others become 0 where the old shape has them in the same place, else
     an operand.
+
+    Args:
+        put: `c.emit`, or `c.step` if it is not the last node of the call.
     """
-    shape: list[Any] = [int(s) if isinstance(s, int) else -1 for s in like.shape]
-    sizes = [x]
-    for k, s in enumerate(like.shape if shape.count(-1) > 1 else ()):
+    shape: list[Any] = [int(s) if isinstance(s, int) else -1 for s in new]
+    operands = [x]
+    for k, s in enumerate(new if shape.count(-1) > 1 else ()):
         if shape[k] == -1 and -1 in shape[k + 1 :]:
-            unchanged = k < old.dim() and c.builder.same_size(old.shape[k], s)
+            unchanged = k < len(old) and c.builder.same_size(old[k], s)
             shape[k] = 0 if unchanged else None
-            sizes += [] if unchanged else [c.size(s)]
-    return sizes, {"shape": tuple(shape)}
+            operands += [] if unchanged else [c.size(s)]
+    return put("Reshape", operands, shape=tuple(shape))
 
 
 @reads("view reshape flatten unflatten _unsafe_view view_as reshape_as")
 def _reshape(c: TorchCall) -> Any:
     if c.result.dtype is not c.tensor("self").dtype or 0 in c.result.shape:
         raise Unreadable  # reinterprets the bits as another type
-    inputs, shape = _reshape_arguments(c, c.value("self"), c.tensor("self"), c.result)
-    return c.emit("Reshape", inputs, **shape)
+    return _reshape_to(c.emit, c, c.value("self"), c.tensor("self").shape, c.result.shape)
 
 
 @reads("transpose swapaxes t numpy_T")
@@ -708,28 +674,15 @@ def _pad(c: TorchCall) -> Any:
 
 def _wrapped(c: TorchCall, padding: Sequence[tuple[int, int]]) -> Any:
     """Read circular padding as slices that are joined axis by axis, which every file format has."""
-    x, like = c.value("self"), c.tensor("self")
+    x = c.value("self")
     padded = [axis for axis, ends in enumerate(padding) if any(ends)]
     require(padded and not any(end < 0 for ends in padding for end in ends))
-    *inner, last = padded
-    for axis in inner:
-        parts, like = _ring(c, x, like, axis, padding[axis])
-        x = c.step("Concat", parts, like, axis=axis)
-    return c.emit("Concat", _ring(c, x, like, last, padding[last])[0], axis=last)
-
-
-def _ring(
-    c: TorchCall, x: str, like: SymbolicTensor, axis: int, ends: tuple[int, int]
-) -> tuple[list[str], SymbolicTensor]:
-    """Return a value between its own last and first elements along an axis, and a tensor of the joined shape."""
-    low, high = ends
-
-    def part(length: int, start: int, end: int | None) -> list[str]:
-        shape = like.new_empty((*like.shape[:axis], length, *like.shape[axis + 1 :]))
-        return [c.step("Slice", [x], shape, axis=axis, start=start, end=end, step=1)] if length else []
-
-    parts = [*part(low, -low, None), x, *part(high, 0, high)]
-    return parts, like.new_empty((*like.shape[:axis], like.shape[axis] + low + high, *like.shape[axis + 1 :]))
+    for axis in padded:
+        low, high = padding[axis]
+        before = [c.step("Slice", [x], axis=axis, start=-low, end=None, step=1)] if low else []
+        behind = [c.step("Slice", [x], axis=axis, start=0, end=high, step=1)] if high else []
+        x = (c.emit if axis == padded[-1] else c.step)("Concat", [*before, x, *behind], axis=axis)
+    return x
 
 
 @reads("index")
@@ -739,7 +692,7 @@ def _index(c: TorchCall) -> Any:
     if given == [0, 1] and _is_sample_index(c):
         like = c.args["indices"][1].meta["val"]
         if len(like.shape) == len(c.result.shape) - c.rank + 2 and like.shape[0] == 1:
-            rows = c.step("Squeeze", [indices[1]], like.new_empty(like.shape[1:]), axes=(0,))
+            rows = c.step("Squeeze", [indices[1]], axes=(0,))
             return c.emit("Gather", [c.value("self"), rows], axis=1)
         if len(like.shape) == 1 and c.builder.same_size(like.shape[0], c.tensor("self").shape[0]):
             return _one_per_sample(c, indices[1], like)
@@ -751,37 +704,31 @@ def _index(c: TorchCall) -> Any:
     first, last = given[0], given[-1]
     inner = sizes[first : last + 1]
     require(given == list(range(first, last + 1)) and all(isinstance(s, int) for s in (*inner, *c.result.shape[1:])))
-    wide = likes[0]
-    joint = _non_negative(c, indices[first], wide, sizes[first])  # index into the merged axes
+    joint = _non_negative(c, indices[first], likes[0], sizes[first])  # index into the merged axes
     for i, like in zip(given[1:], likes[1:], strict=True):
-        grown = c.step("Mul", [joint, c.builder.scalar(c.node.name, sizes[i], like)], wide)
-        wide = like.new_empty(torch.broadcast_shapes(wide.shape, like.shape))
-        joint = c.step("Add", [grown, _non_negative(c, indices[i], like, sizes[i])], wide)
+        grown = c.step("Mul", [joint, c.builder.scalar(c.node.name, sizes[i], like)])
+        joint = c.step("Add", [grown, _non_negative(c, indices[i], like, sizes[i])])
     shape = (*sizes[:first], math.prod(inner), *sizes[last + 1 :])
-    like = c.result.new_empty(shape)
-    flat = c.step("Reshape", [c.value("self")], like, shape=_reshape_target(like))
+    flat = c.step("Reshape", [c.value("self")], shape=_reshape_target(shape))
     return c.emit("Gather", [flat, joint], axis=first)
 
 
 def _non_negative(c: TorchCall, index: str, like: SymbolicTensor, size: int) -> str:
     """Return indices in which those below 0, which count from the end, have become positive."""
-    flags = like.to(torch.bool)
-    less = c.step("Less", [index, c.builder.scalar(c.node.name, 0, like)], flags)
-    raised = c.step("Add", [index, c.builder.scalar(c.node.name, size, like)], like)
-    return c.step("Where", [less, raised, index], like)
+    less = c.step("Less", [index, c.builder.scalar(c.node.name, 0, like)])
+    raised = c.step("Add", [index, c.builder.scalar(c.node.name, size, like)])
+    return c.step("Where", [less, raised, index])
 
 
 def _one_per_sample(c: TorchCall, index: str, like: SymbolicTensor) -> Any:
     """Select x[n, index[n]] from every sample of x [N, size, ...]; every element of the part gets the index."""
-    samples, size, *rest = c.tensor("self").shape
+    _, size, *rest = c.tensor("self").shape
     if isinstance(size, int) and aten_name(c.args["indices"][1].target) != "argmax":  # which is never below 0
         index = _non_negative(c, index, like, size)
-    narrow, wide = (like.new_empty((samples, 1, *sizes)) for sizes in ([1] * len(rest), rest))
-    index = c.step("Reshape", [index], narrow, shape=(-1, *narrow.shape[1:]))
+    index = c.step("Reshape", [index], shape=(-1, 1, *[1] * len(rest)))
     if rest:
-        index = c.step("Expand", [index], wide, shape=(-1, -1, *_reshape_target(wide)[2:]))
-    part = c.step("GatherElements", [c.value("self"), index], c.result.new_empty(wide.shape), axis=1)
-    return c.emit("Squeeze", [part], axes=(1,))
+        index = c.step("Expand", [index], shape=(-1, -1, *_reshape_target(rest)))
+    return c.emit("Squeeze", [c.step("GatherElements", [c.value("self"), index], axis=1)], axes=(1,))
 
 
 def _is_sample_index(c: TorchCall) -> bool:
@@ -807,24 +754,21 @@ def _scatter(c: TorchCall) -> Any:
     if c.name == "select_scatter":
         start = c.static("index") % size
         end = start + 1
-        shape = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-        part = c.step("Unsqueeze", [part], x.new_empty(shape), axes=(axis,))
+        part = c.step("Unsqueeze", [part], axes=(axis,))
     else:
         start, end, _ = slice(c.static("start"), c.static("end")).indices(size)
     parts = [part] if end > start else []
     for lo, hi, at in ((0, start, 0), (max(start, end), size, len(parts) + 1)):
         if hi > lo:
-            like = x.new_empty((*x.shape[:axis], hi - lo, *x.shape[axis + 1 :]))
-            parts.insert(at, c.step("Slice", [c.value("self")], like, axis=axis, start=lo, end=hi, step=1))
+            parts.insert(at, c.step("Slice", [c.value("self")], axis=axis, start=lo, end=hi, step=1))
     return parts[0] if len(parts) == 1 else c.emit("Concat", parts, axis=axis)
 
 
 def _replaced(c: TorchCall, axis: int, places: Sequence[int], part: str) -> Any:
     """Read a tensor with other values at fixed places of one axis, as a Gather from the two, joined along the axis."""
-    x, order = c.tensor("self"), torch.arange(c.tensor("self").shape[axis])
+    order = torch.arange(c.tensor("self").shape[axis])
     order[list(places)] = len(order) + torch.arange(len(places))
-    shape = (*x.shape[:axis], len(order) + len(places), *x.shape[axis + 1 :])
-    joined = c.step("Concat", [c.value("self"), part], x.new_empty(shape), axis=axis)
+    joined = c.step("Concat", [c.value("self"), part], axis=axis)
     return c.emit("Gather", [joined, c.builder.constant(f"{c.node.name}.order", order)], axis=axis)
 
 
@@ -859,7 +803,7 @@ def _flip(c: TorchCall) -> Any:
     for axis in (a % c.rank for a in c.static("dims")):
         require(isinstance(shape[axis], int))
         back = c.builder.constant(f"{c.node.name}.{axis}", torch.arange(shape[axis] - 1, -1, -1))
-        x = c.step("Gather", [x, back], c.result, axis=axis)
+        x = c.step("Gather", [x, back], axis=axis)
     return x
 
 
@@ -870,8 +814,7 @@ def _unfold(c: TorchCall) -> Any:
     require(isinstance(x.shape[axis], int))
     count = (x.shape[axis] - size) // step + 1
     index = torch.arange(count)[:, None] * step + torch.arange(size)
-    taken = x.new_empty((*x.shape[:axis], count, size, *x.shape[axis + 1 :]))
-    y = c.step("Gather", [c.value("self"), c.builder.constant(f"{c.node.name}.index", index)], taken, axis=axis)
+    y = c.step("Gather", [c.value("self"), c.builder.constant(f"{c.node.name}.index", index)], axis=axis)
     order = list(range(c.rank + 1))
     order.append(order.pop(axis + 1))
     return c.emit("Transpose", [y], perm=tuple(order))
@@ -881,27 +824,22 @@ def _unfold(c: TorchCall) -> Any:
 def _columns(c: TorchCall) -> Any:
     """Read an image as columns [N, C kh kw, patches]: what each row, then each column of a patch holds is gathered."""
     kernel, stride, padding, dilation = (c.static(k) for k in ("kernel_size", "stride", "padding", "dilation"))
-    x, like = c.value("self"), c.result
-    batch, channels, *sizes = c.tensor("self").shape
+    x, (_, channels, *sizes) = c.value("self"), c.tensor("self").shape
     require(c.rank == 4 and all(isinstance(s, int) for s in (channels, *sizes)))
     if any(padding):
         sizes = [s + 2 * p for s, p in zip(sizes, padding, strict=True)]
-        ends = ((0, 0), (0, 0), *((p, p) for p in padding))
-        x = c.step("Pad", [x], like.new_empty((batch, channels, *sizes)), padding=ends, mode="constant", value=0.0)
+        x = c.step("Pad", [x], padding=((0, 0), (0, 0), *_pairs(padding, 2)), mode="constant", value=0.0)
     steps = list(zip(sizes, kernel, stride, dilation, strict=True))
     h, w = counts = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in steps]
     split = (channels, h, kernel[0], w, kernel[1])
     if all(t == k and d == 1 and s == n * k for (s, k, t, d), n in zip(steps, counts, strict=True)):
-        x = c.step("Reshape", [x], like.new_empty((batch, *split)), shape=(-1, *split))
+        x = c.step("Reshape", [x], shape=(-1, *split))
     else:
-        shapes = (*split[:3], sizes[1]), split
-        for k, (n, (_, size, step, apart), shape) in enumerate(zip(counts, steps, shapes, strict=True)):
+        for k, (n, (_, size, step, apart)) in enumerate(zip(counts, steps, strict=True)):
             index = torch.arange(n)[:, None] * step + torch.arange(size) * apart
-            at = c.builder.constant(f"{c.node.name}.index_{k}", index)
-            x = c.step("Gather", [x, at], like.new_empty((batch, *shape)), axis=2 + 2 * k)
-    moved = like.new_empty((batch, channels, *kernel, h, w))
-    x = c.step("Transpose", [x], moved, perm=(0, 1, 3, 5, 2, 4))
-    return c.emit("Reshape", [x], shape=_reshape_target(like))
+            x = c.step("Gather", [x, c.builder.constant(f"{c.node.name}.index_{k}", index)], axis=2 + 2 * k)
+    x = c.step("Transpose", [x], perm=(0, 1, 3, 5, 2, 4))
+    return c.emit("Reshape", [x], shape=_reshape_target(c.result.shape))
 
 
 @reads("col2im")
@@ -911,11 +849,10 @@ def _image(c: TorchCall) -> Any:
     plain = c.static("stride") == kernel and set(c.static("padding")) == {0} and set(c.static("dilation")) == {1}
     require(c.rank == 3 and plain and all(isinstance(s, int) for s in image[1:]))
     require(all(s % k == 0 for s, k in zip(image[2:], kernel, strict=True)))
-    (h, w), (kh, kw), like = (s // k for s, k in zip(image[2:], kernel)), kernel, c.result
-    columns = image[1], kh, kw, h, w
-    y = c.step("Reshape", [c.value("self")], like.new_empty((image[0], *columns)), shape=(-1, *columns))
-    y = c.step("Transpose", [y], like.new_empty((image[0], image[1], h, kh, w, kw)), perm=(0, 1, 4, 2, 5, 3))
-    return c.emit("Reshape", [y], shape=_reshape_target(like))
+    blocks = (s // k for s, k in zip(image[2:], kernel, strict=True))
+    y = c.step("Reshape", [c.value("self")], shape=(-1, image[1], *kernel, *blocks))
+    y = c.step("Transpose", [y], perm=(0, 1, 4, 2, 5, 3))
+    return c.emit("Reshape", [y], shape=_reshape_target(image))
 
 
 @reads(
@@ -976,7 +913,7 @@ def _divided(read: Reader) -> Reader:
             return read(c)
         words = ("kernel", "kernel_size", "spatial"), ("stride", "stride", "stride"), ("padding", "padding", "padding")
         how = {attr: _CONVERSIONS[kind](c, c.static(key)) for attr, key, kind in words}
-        mean = c.step("AvgPool", [c.value("self")], c.result, **how, ceil_mode=False, count_include_pad=True)
+        mean = c.step("AvgPool", [c.value("self")], **how, ceil_mode=False, count_include_pad=True)
         return c.emit("Mul", [mean, c.builder.scalar(c.node.name, math.prod(how["kernel"]) / divisor, c.result)])
 
     return read_pool

@@ -47,31 +47,32 @@ class _Layers:
         """Append the nodes; return the names of the results of the call."""
         c, x = self.c, self.c.value("input")
         if not self.first:
-            x = c.step("Transpose", [x], self._tensor(self.n, self.t, self.like.shape[2]), perm=(1, 0, 2))
+            x = c.step("Transpose", [x], perm=(1, 0, 2))
         last: list[Sequence[str]] = []  # states after the last step, of each layer and direction
         for layer in range(self.layers):
             made = [self._one(x, layer * self.ways + k, reverse=k == 1) for k in range(self.ways)]
             last += [states for _, *states in made]
             x = made[0][0]
             if self.ways == 2:
-                x = c.step("Concat", [y for y, *_ in made], self._tensor(self.n, self.t, 2 * self.hidden), axis=2)
+                x = c.step("Concat", [y for y, *_ in made], axis=2)
         if not self.first:
-            x = c.step("Transpose", [x], self._tensor(self.t, self.n, self.ways * self.hidden), perm=(1, 0, 2))
-        return (x, *(self._stacked(states) for states in zip(*last, strict=True)))
+            x = c.step("Transpose", [x], perm=(1, 0, 2))
+        return (x, *(c.step("Stack", states, axis=0) for states in zip(*last, strict=True)))
 
     def _one(self, x: str, index: int, reverse: bool) -> list[str]:
         """Append one layer in one direction; return its results."""
         count = 4 if self.biases else 2
         weights = self.params[count * index : count * (index + 1)]
         inputs = [x, *weights, *[None] * (4 - count), *(self._state(s, index) for s in self.states)]
-        likes = [self._tensor(self.n, self.t, self.hidden), *[self._tensor(self.n, self.hidden)] * len(self.states)]
+        shapes = [(self.n, self.t, self.hidden), *[(self.n, self.hidden)] * len(self.states)]
+        likes = [self.like.new_empty(s) for s in shapes]
         return self.c.builder.append(self.c.node, self.op, inputs, {**self.attrs, "reverse": reverse}, likes)
 
     def _state(self, states: str, index: int) -> str | None:
         """Return the state before the first step [N, H]; None for zeros."""
         if self._is_zero(states):
             return None
-        return self.c.step("Select", [states], self._tensor(self.n, self.hidden), axis=0, index=index)
+        return self.c.step("Select", [states], axis=0, index=index)
 
     def _is_zero(self, name: str) -> bool:
         """Return whether a value is a constant of zeros, perhaps one that is repeated for each sample."""
@@ -79,13 +80,6 @@ class _Layers:
         maker = next((n for n in reversed(graph.nodes) if name in n.outputs), None)
         known = graph.weights.get(maker.data if maker is not None and maker.op == "Expand" else name)
         return known is not None and name not in graph.trainable and not known.any()
-
-    def _stacked(self, states: Sequence[str]) -> str:
-        shape = self._tensor(self.layers * self.ways, self.n, self.hidden)
-        return self.c.step("Stack", list(states), shape, axis=0)
-
-    def _tensor(self, *shape: Any) -> SymbolicTensor:
-        return self.like.new_empty(shape)
 
 
 @reads("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
