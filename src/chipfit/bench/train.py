@@ -163,15 +163,7 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = rate(step, rates)
         optimizer.zero_grad(set_to_none=True)
-        loss_of_step = torch.zeros((), device=worker.device)
-        for _ in range(accumulate):
-            x, y = (t.to(worker.device) for t in next(batches))
-            with torch.autocast(worker.device.type, torch.bfloat16, enabled=config.dist.amp):
-                out = runs(x)
-            loss = F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth) / accumulate
-            loss.backward()
-            loss_of_step += loss.detach()
-        total = float(loss_of_step)  # waits for the device, once a step
+        total = _backward(runs, islice(batches, accumulate), config, worker.device)
         if not math.isfinite(total):
             hint = "lower lr_scheduler.kwargs.base_lr, or warm up for longer"
             raise TrainingError(f"The loss is {total}", where=f"step {step}", hint=hint)
@@ -196,6 +188,19 @@ def train(
                 break
     curves.unreadable = len(readers[0].lost())
     return result.eval(), curves
+
+
+def _backward(runs: Any, batches: Iterator[tuple[Tensor, Tensor]], config: Config, device: torch.device) -> float:
+    """Add the gradients of the batches of one step to those of a model; return the loss, the mean over them."""
+    total = torch.zeros((), device=device)
+    for batch in batches:
+        x, y = (t.to(device) for t in batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=config.dist.amp):
+            out = runs(x)
+        loss = F.cross_entropy(out.float(), y, label_smoothing=config.label_smooth) / config.dist.accumulate
+        loss.backward()
+        total += loss.detach()
+    return float(total)  # waits for the device, once a step
 
 
 def _batches_from(step: int, reader: Reader, in_epoch: int, accumulate: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -38,45 +38,9 @@ def build(
     verification: Verification | None = None,
 ) -> Report:
     """Return the Report of a plan, with what is known about calibration, time and verification."""
-    stats = stats or {}
-    checked = {r.tensor: r for r in verification.rows} if verification else {}
-    makers = graph.producers()
-    inner = {name for g in plan.groups for name in g[:-1]}  # their results stay inside the kernel
-
-    def row(node: Node, decided: NodePlan) -> LayerRow:
-        inside, found = node.name in inner, checked.get(node.output)
-        t = None if inside else plan.tensors.get(node.output)
-        t = t or TensorPlan(name=node.output, role="activation")
-        seen = None if inside or node.output not in stats else stats[node.output].histogram
-        one = t.stored if t.stored is not None and t.stored.scale.dim() == 0 else None
-        clip_low, clip_high = _clip(one)
-        return LayerRow(
-            node=node.name,
-            layer=node.display_name,
-            op=node.op,
-            exec=decided.exec,
-            group=decided.group,
-            why=decided.why,
-            simd=decided.simd,
-            reads=tuple(dict.fromkeys(makers[v].name if v in makers else v for v in graph.activations(node))),
-            format="inside a kernel" if inside else t.format,
-            scale=float(one.scale) if one else None,
-            zero_point=int(one.zero_point) if one else None,
-            low=t.low,
-            high=t.high,
-            origin=t.origin,
-            products=0.0 if node.op == "Input" else products(graph, node),
-            clip_low=clip_low,
-            clip_high=clip_high,
-            clipped=_clipped(seen, one),
-            sqnr_db=found.sqnr_db if found and found.end_to_end_elements and math.isfinite(found.sqnr_db) else None,
-            differing=max(found.differing, found.op_differing) if found and not found.why else None,
-            **_weights(graph, plan, node),
-            **_bars(seen),
-        )
-
-    nodes = [row(n, plan.nodes.get(n.name) or NodePlan(name=n.name, op=n.op)) for n in graph.nodes]
-    inputs = [row(Node(v, "Input", (), (v,)), NodePlan(name=v, op="Input", exec="follow")) for v in graph.inputs]
+    rows = _Rows(graph, plan, stats or {}, verification)
+    nodes = [rows.of(n, plan.nodes.get(n.name) or NodePlan(name=n.name, op=n.op)) for n in graph.nodes]
+    inputs = [rows.of(Node(v, "Input", (), (v,)), NodePlan(name=v, op="Input", exec="follow")) for v in graph.inputs]
     quantized = sum(t.quantized for t in plan.tensors.values())
     return Report(
         platform=platform.name,
@@ -94,6 +58,63 @@ def build(
         provenance=plan.published_provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )
+
+
+class _Rows:
+    """The rows of layers, from graph, plan, statistics and verification."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, stats: Mapping[str, TensorStats], verification: Verification | None
+    ) -> None:
+        self.graph, self.plan, self.stats, self.makers = graph, plan, stats, graph.producers()
+        self.checked = {r.tensor: r for r in verification.rows} if verification else {}
+        self.inner = {name for g in plan.groups for name in g[:-1]}  #: their results stay inside the kernel
+
+    def of(self, node: Node, decided: NodePlan) -> LayerRow:
+        """Return the row of a node: how it runs, its result, and its weights."""
+        data, makers = self.graph.activations(node), self.makers
+        return LayerRow(
+            node=node.name,
+            layer=node.display_name,
+            op=node.op,
+            exec=decided.exec,
+            group=decided.group,
+            why=decided.why,
+            simd=decided.simd,
+            reads=tuple(dict.fromkeys(makers[v].name if v in makers else v for v in data)),
+            products=0.0 if node.op == "Input" else products(self.graph, node),
+            **self._result(node),
+            **self._verified(node.output),
+            **_weights(self.graph, self.plan, node),
+        )
+
+    def _result(self, node: Node) -> dict[str, Any]:
+        """Return the format, range and histogram of a result; one inside a kernel has none."""
+        inside, value = node.name in self.inner, node.output
+        t = None if inside else self.plan.tensors.get(value)
+        t = t or TensorPlan(name=value, role="activation")
+        seen = None if inside or value not in self.stats else self.stats[value].histogram
+        one = t.stored if t.stored is not None and t.stored.scale.dim() == 0 else None
+        clip_low, clip_high = _clip(one)
+        return {
+            "format": "inside a kernel" if inside else t.format,
+            "scale": float(one.scale) if one else None,
+            "zero_point": int(one.zero_point) if one else None,
+            "low": t.low,
+            "high": t.high,
+            "origin": t.origin,
+            "clip_low": clip_low,
+            "clip_high": clip_high,
+            "clipped": _clipped(seen, one),
+            **_bars(seen),
+        }
+
+    def _verified(self, value: str) -> dict[str, Any]:
+        """Return the noise of a value [dB] and the number of integers that differ, if it was verified."""
+        found = self.checked.get(value)
+        known = found is not None and found.end_to_end_elements and math.isfinite(found.sqnr_db)
+        differing = max(found.differing, found.op_differing) if found and not found.why else None
+        return {"sqnr_db": found.sqnr_db if found and known else None, "differing": differing}
 
 
 def _clip(one: Stored | None) -> tuple[float | None, float | None]:

@@ -358,18 +358,7 @@ def _with_outputs(
         raise RuntimeUnavailable("An input, an output or metadata of the network is missing from the file", where=path)
     if any(t.name is None for t in graph.tensors):
         raise RuntimeUnavailable("A tensor of the network has no name", where=path)
-    for t in graph.tensors:
-        low, high = _RANGES.get(t.type, (-math.inf, math.inf))
-        zeros, scales = (np.asarray(_items(_quantization(t, k))) for k in ("zeroPoint", "scale"))
-        if not (np.all(low <= zeros) and np.all(zeros <= high) and np.all(scales > 0) and np.all(scales < math.inf)):
-            what = f"The scale or zero point of tensor '{t.name.decode(errors='replace')}' is out of range"
-            raise RuntimeUnavailable(what, where=path)
-        if (held_by := getattr(_quantization(t, "details"), "scales", None)) is not None:  # the tensor of block scales
-            if not block_scales:  # the kernels would compute as if all scales were 1
-                what = "The reference kernels of LiteRT do not support weights with one scale per block"
-                raise RuntimeUnavailable(what, where=path, got=f"tensor '{t.name.decode(errors='replace')}'")
-            if not 0 <= held_by < len(graph.tensors):
-                raise RuntimeUnavailable("The block scales of a tensor are missing from the file", where=path)
+    _check_scales(graph.tensors, path, block_scales)
     computed = {int(o) for op in _items(graph.operators) for o in _items(op.outputs)}
     computed |= {k for k, t in enumerate(graph.tensors) if t.isVariable}
     names = {t.name.decode(): k for k, t in enumerate(graph.tensors)}
@@ -392,3 +381,23 @@ def _with_outputs(
         name = kept.get(name, name) + ("/float" if n < len(own) and k in quantized else "")
         returned.append(f"{name}:{len(returned)}" if name in returned else name)
     return packed(model), len(own), returned, notes
+
+
+def _check_scales(tensors: Sequence[Any], path: str, block_scales: bool) -> None:
+    """Check that the scales and zero points of a file are in range, and that kernels support them.
+
+    Raises:
+        RuntimeUnavailable: They are not.
+    """
+    for t in tensors:
+        low, high = _RANGES.get(t.type, (-math.inf, math.inf))
+        zeros, scales = (np.asarray(_items(_quantization(t, k))) for k in ("zeroPoint", "scale"))
+        if not (np.all(low <= zeros) and np.all(zeros <= high) and np.all(scales > 0) and np.all(scales < math.inf)):
+            what = f"The scale or zero point of tensor '{t.name.decode(errors='replace')}' is out of range"
+            raise RuntimeUnavailable(what, where=path)
+        if (held_by := getattr(_quantization(t, "details"), "scales", None)) is not None:  # the tensor of block scales
+            if not block_scales:  # the kernels would compute as if all scales were 1
+                what = "The reference kernels of LiteRT do not support weights with one scale per block"
+                raise RuntimeUnavailable(what, where=path, got=f"tensor '{t.name.decode(errors='replace')}'")
+            if not 0 <= held_by < len(tensors):
+                raise RuntimeUnavailable("The block scales of a tensor are missing from the file", where=path)

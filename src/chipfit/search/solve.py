@@ -11,6 +11,7 @@ data, so that its option fixes both.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -54,19 +55,8 @@ def solutions(choices: Sequence[Choice], budgets: Mapping[str, float], least: st
     if not choices:
         yield []
         return
-    sizes = [len(c.losses) for c in choices]
-    starts = np.cumsum([0, *sizes])
-    n = int(starts[-1])
-    one = csr_array((np.ones(n), (np.repeat(np.arange(len(choices)), sizes), np.arange(n))))
-    rules = [(one, 1)]
-    at = {c.name: k for k, c in enumerate(choices)}
-    for c, first in zip(choices, starts, strict=False):
-        for other, picks in c.implies.items():
-            rows = range(sizes[at[other]])
-            mine = ((1.0, k, first + j) for j, k in enumerate(picks))
-            cells = [*mine, *((-1.0, k, starts[at[other]] + k) for k in rows)]
-            value, row, column = zip(*cells, strict=True)
-            rules.append((csr_array((value, (row, column)), shape=(len(rows), n)), 0))
+    starts = np.cumsum([0, *(len(c.losses) for c in choices)])
+    n, rules = int(starts[-1]), _equations(choices, starts)
     costs = {r: np.concatenate([c.cost(r) for c in choices]) for r in {*budgets, least}}
     limits = csr_array(np.stack([costs[r] / budgets[r] for r in budgets])) if budgets else csr_array((0, n))
 
@@ -96,6 +86,27 @@ def solutions(choices: Sequence[Choice], budgets: Mapping[str, float], least: st
         earlier.append(np.zeros(n))
         earlier[-1][starts[:-1] + chosen] = 1
         x = best(goal, False)
+
+
+def _equations(choices: Sequence[Choice], starts: np.ndarray) -> list[tuple[Any, int]]:
+    """Return the equations m x = v: each choice has one option, and those that others imply are theirs.
+
+    Args:
+        starts: the first column of each choice, and behind them the number of columns.
+    """
+    from scipy.sparse import csr_array
+
+    n, sizes = int(starts[-1]), np.diff(starts)
+    out = [(csr_array((np.ones(n), (np.repeat(np.arange(len(choices)), sizes), np.arange(n)))), 1)]
+    at = {c.name: k for k, c in enumerate(choices)}
+    for c, first in zip(choices, starts, strict=False):
+        for other, picks in c.implies.items():
+            rows = range(sizes[at[other]])
+            mine = ((1.0, k, first + j) for j, k in enumerate(picks))
+            cells = [*mine, *((-1.0, k, starts[at[other]] + k) for k in rows)]
+            value, row, column = zip(*cells, strict=True)
+            out.append((csr_array((value, (row, column)), shape=(len(rows), n)), 0))
+    return out
 
 
 def _infeasible(
