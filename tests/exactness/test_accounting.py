@@ -107,9 +107,9 @@ def test_accuracy_comes_with_its_number_of_samples(fitted):
     result, x = fitted
     found = result.verify([(x[:5], torch.zeros(5, dtype=torch.long)), (x[12:], torch.ones(8, dtype=torch.long))])
     assert found.labelled == 13 and "top-1 of 13 samples: float" in found.summary()
-    from chipfit.report.terminal import accuracies_of
+    from chipfit.report.terminal import accuracy_samples
 
-    assert accuracies_of(result.report) == "top-1 of 13 samples, 5 of the 13 verified are calibration data"
+    assert accuracy_samples(result.report) == "top-1 of 13 samples, 5 of the 13 verified are calibration data"
 
 
 def test_a_batch_without_samples_counts_for_nothing(fitted):

@@ -69,7 +69,7 @@ def test_moments_are_means_of_products_by_hand():
     h, c = m.centred()  # var x0 = (4+0+4)/3, cov = (4+0+8)/3, var x1 = (4+4+16)/3
     torch.testing.assert_close(h, torch.tensor([[[8 / 3, 4.0], [4.0, 8.0]]]))
     torch.testing.assert_close(c, torch.tensor([[[(2 + 0 - 4) / 3, (2 - 6 - 8) / 3]]]))
-    h, c = again.about(torch.tensor([[2.0]]))
+    h, c = again.with_fixed_bias(torch.tensor([[2.0]]))
     torch.testing.assert_close(h, torch.tensor([[[35 / 3, 16.0], [16.0, 24.0]]]))
     torch.testing.assert_close(c, torch.tensor([[[16 / 3 - 6.0, 12 / 3 - 8.0]]]))
 
@@ -78,7 +78,7 @@ def test_moments_of_many_weights_are_summed_in_blocks_of_one_triangle():
     x = torch.randn(1, 530, 40, generator=torch.Generator().manual_seed(0))
     m = Moments.empty(torch.zeros(1, 2, 530))
     m.add(x, torch.zeros(1, 2, 40))
-    h, _ = m.about(torch.zeros(1, 2))
+    h, _ = m.with_fixed_bias(torch.zeros(1, 2))
     torch.testing.assert_close(h, x @ x.transpose(1, 2) / 40)
 
 
@@ -95,7 +95,7 @@ def test_moments_of_groups_are_those_of_numpy():
     ah, bh = a - a.mean(2, keepdims=True), b - b.mean(2, keepdims=True)
     torch.testing.assert_close(h.double(), torch.from_numpy(ah @ ah.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(c.double(), torch.from_numpy(bh @ ah.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)
-    h, c = pairs[1].about(bias)
+    h, c = pairs[1].with_fixed_bias(bias)
     rest = b - bias.double().numpy()[..., None]
     torch.testing.assert_close(h.double(), torch.from_numpy(a @ a.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(c.double(), torch.from_numpy(rest @ a.transpose(0, 2, 1) / 50), rtol=1e-4, atol=1e-5)

@@ -228,7 +228,7 @@ class Config(Record):
     unified: bool = False  #: it differs from its base in `COMPARED_KEYS` only
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Config:
+    def _is_consistent(self) -> Config:
         if (self.qparams is None) == (self.ptq is None):
             raise ValueError("give one of 'qparams' (training) and 'ptq' (without training)")
         if self.qparams is not None:
@@ -262,7 +262,7 @@ class Config(Record):
         Raises:
             ValueError, ChipfitError: its parts contradict each other.
         """
-        assert self.qparams is not None and self.backend is not None  # for mypy: see `_one_kind`
+        assert self.qparams is not None and self.backend is not None  # for mypy: see `_is_consistent`
         if isinstance(self.backend, Backend):
             flags: dict[str, Any] = self.backend.model_dump(exclude={"name"}) | {"bnfold": self.bnfold}
             with suppress(UnknownNameError):
@@ -352,7 +352,7 @@ def validated(kind: type[R], data: Any, source: YamlFile | None = None) -> R:
     raise source.error(path, what, **facts) if source else ConfigError(what, where=".".join(map(str, path)), **facts)
 
 
-def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], YamlFile, bool]:
+def _with_base(path: Path, extended_by: tuple[Path, ...]) -> tuple[dict[str, Any], YamlFile, bool]:
     """Return the data of a file merged over its base, its source, and whether it keeps the base's training setting."""
     source = YamlFile(path, str(path), ConfigError)
     base = source.data.pop("extends", None)
@@ -361,9 +361,9 @@ def _with_base(path: Path, below: tuple[Path, ...]) -> tuple[dict[str, Any], Yam
     if not isinstance(base, str):
         raise source.error(("extends",), "extends is the path of one file", got=repr(base))
     there = (path.parent / base).resolve()
-    if there in below:
+    if there in extended_by:
         raise source.error(("extends",), f"'{base}' extends itself", hint="remove the cycle")
     if not there.is_file():
         raise source.error(("extends",), "The file that this one extends does not exist", got=base)
-    under, source.under, _ = _with_base(there, (*below, path.resolve()))
+    under, source.under, _ = _with_base(there, (*extended_by, path.resolve()))
     return merged(under, source.data), source, set(source.data) <= COMPARED_KEYS

@@ -122,7 +122,7 @@ class _Refit:
             constant = (t - (fitted @ x.unsqueeze(2))[..., 0]).flatten()
             self._move_constant(node, norm, constant, bias)
         else:
-            fitted = corrected_weights(rows, *moments.about(torch.zeros_like(moments.t)), RIDGE)
+            fitted = corrected_weights(rows, *moments.with_fixed_bias(torch.zeros_like(moments.t)), RIDGE)
         self.pruned.weights[node.weight] = from_rows(node, fitted, w).to(w.dtype)
 
     def _move_constant(self, node: Node, norm: Node | None, constant: Tensor, bias: Tensor | None) -> None:

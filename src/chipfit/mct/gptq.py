@@ -278,8 +278,8 @@ def _learn(
             quantized = attach_result(result, quantized)
             information = replace(information, result=result, gptq_info_dict=steps)
     notes = information.result.plan.rewrites if information.result is not None else ()
-    if kept := [n.removeprefix("warning: ") for n in notes if REJECTED in n]:
-        warnings.warn(f"Learned rounding was not taken: {'; '.join(kept)}", stacklevel=3)
+    if rejected := [n.removeprefix("warning: ") for n in notes if REJECTED in n]:
+        warnings.warn(f"Learned rounding was not taken: {'; '.join(rejected)}", stacklevel=3)
     return quantized, information
 
 

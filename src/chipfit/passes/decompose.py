@@ -23,10 +23,10 @@ from chipfit.passes.new_nodes import NewNodes, Refusal
 from chipfit.passes.recurrent import gru, lstm, rnn
 from chipfit.plan.record import Plan
 
-#: offset from the largest score: its share of a softmax is lost in float32, but its exponential is a normal number
-FAINT = -80.0
+#: distance from the largest score: the share of a softmax is lost in float32, but the exponential is a normal number
+LOST_IN_SOFTMAX = -80.0
 _MOST_COPIES = 16  #: of an operand that a concatenation joins in place of a repetition
-SMOOTH = 17.0  #: from here on log(1 + exp(x)) equals x in float32
+LINEAR_SOFTPLUS = 17.0  #: from here on log(1 + exp(x)) equals x in float32
 
 
 def decompose(
@@ -48,7 +48,7 @@ def decompose(
     opening = Decomposition(graph.copy(), holds, lambda _, n: n.op in holds and n.name not in besides)
     became = {n.name: opening.parts(n) for n in graph.nodes}
     opening.graph.nodes = [m for made in became.values() for m in made]
-    return opening.graph, _follow(plan, graph, became), opening.reasons
+    return opening.graph, _plan_of_parts(plan, graph, became), opening.reasons
 
 
 class Decomposition:
@@ -89,7 +89,7 @@ class Decomposition:
         return [m for part in made for m in ([part] if part.op == node.op else self.parts(part))]
 
 
-def _follow(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
+def _plan_of_parts(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> Plan:
     """Return the plan of a graph in which nodes were replaced by others."""
     last = {n.name: became[n.name][-1] for n in graph.nodes if became[n.name] != [n]}
     nodes = {name: replace(p, op=last[name].op, exec="float") for name, p in plan.nodes.items() if name in last}
@@ -106,7 +106,7 @@ def _softplus(new: NewNodes, n: Node) -> str:
     beta, threshold = n.attrs["beta"], n.attrs["threshold"]
     x = new("Mul", n.data, beta)
     soft = new("Mul", _log_one_plus_exp(new, x), 1.0 / beta)
-    if threshold >= SMOOTH:
+    if threshold >= LINEAR_SOFTPLUS:
         return soft
     above = new("Relu", new("Sign", new("Sub", x, threshold)))
     return new("Add", new("Mul", above, n.data), new("Mul", new("Sub", 1.0, above), soft))
@@ -221,8 +221,8 @@ def _adaptive(new: NewNodes, n: Node, kind: str) -> str:
     return x
 
 
-def _one_by_one(new: NewNodes, n: Node) -> str:
-    """Compute the groups of a convolution one by one."""
+def _split_groups(new: NewNodes, n: Node) -> str:
+    """Compute the groups of a convolution as convolutions of their own."""
     new.require(all(i is None or i in new.graph.weights for i in n.inputs[1:]), "its weight is computed at run time")
     groups, axis = n.attrs["groups"], len(new.shape(n.data)) - 1 if new.channels_last else 1
     tensors = [new.graph.weights[i].detach().chunk(groups) for i in n.inputs[1:] if i is not None]
@@ -333,7 +333,7 @@ def _attention(new: NewNodes, n: Node) -> str:
         # for masked scores ONNX Runtime's softmax computes denormal numbers, which take processors seven times as long;
         # LiteRT's, whose files have channels last, computes zeros
         most = new("ReduceMax", s, gives=(*new.shape(s)[:-1], 1), axes=(-1,), keepdims=True)
-        s = new("Max", s, new("Add", most, FAINT))
+        s = new("Max", s, new("Add", most, LOST_IN_SOFTMAX))
     return _by_heads(new, new("Softmax", s, axis=-1), v, new.shape(n.output))
 
 
@@ -352,7 +352,9 @@ def _masked(new: NewNodes, scores: str, mask: str) -> str:
 def _hides(graph: Graph, mask: str | None) -> bool:
     """Check whether a mask may hide scores; a constant without large negative numbers is a bias."""
     known = graph.weights.get(mask or "")
-    return mask is not None and (known is None or known.dtype == torch.bool or float(known.detach().min()) < FAINT)
+    if mask is None or known is None or known.dtype == torch.bool:
+        return mask is not None
+    return float(known.detach().min()) < LOST_IN_SOFTMAX
 
 
 def _by_heads(new: NewNodes, x: str, y: str, gives: Shape) -> str:
@@ -400,7 +402,7 @@ def _space_to_depth(new: NewNodes, n: Node) -> str:
     b, (batch, *sizes) = n.attrs["block"], new.shape(n.data)
     if None in sizes:  # a reshape can leave one size open: join strided slices by (row, column, channel) instead
         at, axes = (3, (1, 2)) if new.channels_last else (1, (2, 3))
-        parts = [p for row in _every(new, n.data, axes[0], b) for p in _every(new, row, axes[1], b)]
+        parts = [p for row in _strided_parts(new, n.data, axes[0], b) for p in _strided_parts(new, row, axes[1], b)]
         return _regrouped(new, new("Concat", *parts, gives=new.shape(n.output), axis=at), b * b, at)
     h, w = new.sizes(n.data)[:2] if new.channels_last else new.sizes(n.data)[1:]
     blocks = (h // b, b, w // b, b)
@@ -408,7 +410,7 @@ def _space_to_depth(new: NewNodes, n: Node) -> str:
     return new.reshape(new.transpose(y, (0, 1, 3, 5, 2, 4)), new.shape(n.output))
 
 
-def _every(new: NewNodes, x: str, axis: int, step: int) -> list[str]:
+def _strided_parts(new: NewNodes, x: str, axis: int, step: int) -> list[str]:
     """Return the elements 0, step, 2 step, .. along an axis; then 1, step + 1, .. and so on."""
     shape = tuple(s // step if s is not None and k == axis else s for k, s in enumerate(new.shape(x)))
     return [new("Slice", x, gives=shape, axis=axis, start=k, end=None, step=step) for k in range(step)]
@@ -481,7 +483,7 @@ _BY_NAME: dict[str, Rule] = {
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _adaptive, _one_by_one),
+    *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _adaptive, _split_groups),
     *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _resize, _space_to_depth),
     *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn),
 )

@@ -17,9 +17,9 @@ from chipfit.registry import register
 
 #: results of at most this many elements are always folded
 _ALWAYS_FOLDED = 1 << 16
-#: larger ones are folded if they have no more elements than the operands, or than all weights divided by this number;
-#: the others would make files larger although they are cheap to compute
-_PARTS_OF_WEIGHTS = 8
+#: larger ones are folded if they have no more elements than the operands, or than this share of all weights; the others
+#: would make files larger although they are cheap to compute
+_SHARE_OF_WEIGHTS = 1 / 8
 
 
 @register("pass", "fold_constants", stage="rewrite")
@@ -32,7 +32,7 @@ def fold_constants(graph: Graph) -> Rewritten:
     A constant that is repeated for each sample is read as it is where all readers broadcast it.
     """
     graph, notes = graph.copy(), list[str]()
-    limit = max(_ALWAYS_FOLDED, sum(w.numel() for w in graph.weights.values()) // _PARTS_OF_WEIGHTS)
+    limit = max(_ALWAYS_FOLDED, int(_SHARE_OF_WEIGHTS * sum(w.numel() for w in graph.weights.values())))
     folded: dict[str, torch.Tensor] = {}  # value -> its constant
     trainable = set(graph.trainable)  # weights, and values computed from them
     kept: list[Node] = []
@@ -61,11 +61,11 @@ def fold_constants(graph: Graph) -> Rewritten:
         graph.values.pop(value, None)
     graph.nodes = [n.reading(names) for n in kept]
     for n in [n for n in graph.nodes if n.op == "Expand" and n.data in graph.weights and n.output not in graph.outputs]:
-        _repeat_late(graph, n)
+        _defer_repetition(graph, n)
     return Rewritten(graph, notes)
 
 
-def _repeat_late(graph: Graph, expand: Node) -> None:
+def _defer_repetition(graph: Graph, expand: Node) -> None:
     """Let readers broadcast a constant themselves; if one cannot, repeat the constant right before its first reader.
 
     What it is joined with is computed by then, and its format is known.

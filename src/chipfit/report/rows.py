@@ -91,22 +91,21 @@ class _Rows:
     def _result(self, node: Node) -> dict[str, Any]:
         """Return the format, range and histogram of a result; one inside a kernel has none."""
         inside, value = node.name in self.inner, node.output
-        t = None if inside else self.plan.tensors.get(value)
-        t = t or TensorPlan(name=value, role="activation")
-        seen = None if inside or value not in self.stats else self.stats[value].histogram
-        one = t.stored if t.stored is not None and t.stored.scale.dim() == 0 else None
-        clip_low, clip_high = _clip(one)
+        t = (None if inside else self.plan.tensors.get(value)) or TensorPlan(name=value, role="activation")
+        histogram = None if inside or value not in self.stats else self.stats[value].histogram
+        stored = t.stored if t.stored is not None and t.stored.scale.dim() == 0 else None  # with one scale
+        clip_low, clip_high = _ends_of_grid(stored)
         return {
             "format": "inside a kernel" if inside else t.format,
-            "scale": float(one.scale) if one else None,
-            "zero_point": int(one.zero_point) if one else None,
+            "scale": float(stored.scale) if stored else None,
+            "zero_point": int(stored.zero_point) if stored else None,
             "low": t.low,
             "high": t.high,
             "origin": t.origin,
             "clip_low": clip_low,
             "clip_high": clip_high,
-            "clipped": _clipped(seen, one),
-            **_bars(seen),
+            "clipped": _clipped(histogram, stored),
+            **_bars(histogram),
         }
 
     def _verified(self, value: str) -> dict[str, Any]:
@@ -117,29 +116,30 @@ class _Rows:
         return {"sqnr_db": found.sqnr_db if found and known else None, "differing": differing}
 
 
-def _clip(one: Stored | None) -> tuple[float | None, float | None]:
+def _ends_of_grid(stored: Stored | None) -> tuple[float | None, float | None]:
     """Return the smallest and largest float value that the grid of a tensor with one scale represents."""
-    if one is None:
+    if stored is None:
         return None, None
-    return float((one.grid.qmin - one.zero_point) * one.scale), float((one.grid.qmax - one.zero_point) * one.scale)
+    low, high = ((end - stored.zero_point) * stored.scale for end in (stored.grid.qmin, stored.grid.qmax))
+    return float(low), float(high)
 
 
-def _clipped(seen: Histogram | None, one: Stored | None) -> float | None:
+def _clipped(histogram: Histogram | None, stored: Stored | None) -> float | None:
     """Return the share of calibration values more than half a step outside the grid, to the histogram's resolution."""
-    low, high = _clip(one)
-    if seen is None or one is None or low is None or high is None:
+    low, high = _ends_of_grid(stored)
+    if histogram is None or stored is None or low is None or high is None:
         return None
-    slack = float(one.scale) / 2
-    centers = (torch.arange(seen.counts.numel()) + 0.5) * (2 * seen.reach / seen.counts.numel()) - seen.reach
+    slack, counts, reach = float(stored.scale) / 2, histogram.counts, histogram.reach
+    centers = (torch.arange(counts.numel()) + 0.5) * (2 * reach / counts.numel()) - reach
     outside = (centers < low - slack) | (centers > high + slack)
-    return float(seen.counts[outside].sum() / seen.counts.sum().clamp_min(1))
+    return float(counts[outside].sum() / counts.sum().clamp_min(1))
 
 
-def _bars(seen: Histogram | None) -> dict[str, Any]:
+def _bars(histogram: Histogram | None) -> dict[str, Any]:
     """Return the histogram of calibration values, in at most BARS bins."""
-    if seen is None or not seen.counts.any():
+    if histogram is None or not histogram.counts.any():
         return {}
-    counts, reach = seen.counts, seen.reach
+    counts, reach = histogram.counts, histogram.reach
     step = 2 * reach / counts.numel()
     used = counts.nonzero().view(-1)
     first, width = int(used[0]), int(used[-1] - used[0]) // BARS + 1

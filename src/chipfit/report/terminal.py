@@ -15,9 +15,9 @@ from chipfit.report.advice import advice
 from chipfit.report.record import Kernel, ReportData
 from chipfit.screen.breakable import Breakable
 
-#: longest table that is printed whole; of a longer one the weakest kernels are printed
-KERNELS = 40
-HEAVY = 12  #: number of sensitive tensors that are printed
+#: kernels that are printed: all of them, or the weakest
+MOST_KERNELS = 40
+MOST_SENSITIVE = 12  #: tensors that are printed
 RUNS = {"int": "integers", "follow": "moves integers", "table": "table", "float": "float"}
 
 
@@ -66,8 +66,8 @@ def accuracies(report: ReportData) -> dict[str, float]:
     return {k: found[k] for k in ("float", "simulated", "integer", "device") if k in found}
 
 
-def accuracies_of(report: ReportData) -> str:
-    """Return the accuracies' samples: "top-1 of 450 samples, 128 of the 500 verified are calibration data"."""
+def accuracy_samples(report: ReportData) -> str:
+    """Return what accuracies were measured on: "top-1 of 450 samples, 128 of the 500 verified are calibration data"."""
     v: Mapping[str, Any] = report.verification or {}
     seen = f", {v['calibrated']} of the {v['samples']} verified are calibration data" if v.get("calibrated") else ""
     return f"top-1 of {v.get('labelled', 0)} samples{seen}"
@@ -85,19 +85,19 @@ def render(report: ReportData) -> Group:
         todo.add_row("[cyan]>[/]", escape(line))
     warnings, words = escape("\n".join(report.warnings)), Text("\n".join(report.not_modelled), style="dim")
     return Group(
-        *_panel(report.warnings, warnings, "read this first", "red"),
+        *_panel_if(report.warnings, warnings, "read this first", "red"),
         Panel(_summary(report), title="chipfit", border_style="cyan"),
-        _table(report.kernels),
-        *_panel(report.sensitivity, _hurts(report), "which tensors hurt"),
-        *_panel(report.pareto, _curve(report), "size and loss of the best widths"),
-        *_panel(report.floats, why, "stays in float, and why", "yellow"),
-        *_panel(report.not_modelled, words, "stated by the platform, not modelled", "yellow"),
+        _kernel_table(report.kernels),
+        *_panel_if(report.sensitivity, _sensitivity_table(report), "which tensors hurt"),
+        *_panel_if(report.pareto, _pareto_table(report), "size and loss of the best widths"),
+        *_panel_if(report.floats, why, "stays in float, and why", "yellow"),
+        *_panel_if(report.not_modelled, words, "stated by the platform, not modelled", "yellow"),
         Panel(todo, title="what to try next", border_style="cyan"),
     )
 
 
-def _panel(there_is: Any, content: RenderableType, title: str, style: str = "cyan") -> list[Panel]:
-    return [Panel(content, title=title, border_style=style)] if there_is else []
+def _panel_if(wanted: Any, content: RenderableType, title: str, style: str = "cyan") -> list[Panel]:
+    return [Panel(content, title=title, border_style=style)] if wanted else []
 
 
 def facts(report: ReportData) -> dict[str, str]:
@@ -111,7 +111,7 @@ def facts(report: ReportData) -> dict[str, str]:
     out["integers"] = f"{share:.0f} % of {counted} multiplications; {report.integers} of {count} operators"
     out["kernels"] = str(len(report.kernels))
     if report.merit is not None:
-        out["outputs"] = merit_of(report.merit)
+        out["outputs"] = loss_at_outputs(report.merit)
     if report.speed is not None:
         s = report.speed
         both = f"{s['float_ms']:.3g} ms float, {s['quantized_ms']:.3g} ms quantized ({s['ratio']:.2f}x)"
@@ -133,8 +133,8 @@ def chip_memory(report: ReportData) -> dict[str, str]:
     return {"ram": arena, "flash": f"{m['flash']:,}{kept['flash']} bytes; {weights}"}
 
 
-def merit_of(merit: Mapping[str, Any]) -> str:
-    """Return the loss at the outputs in words; None stands for no noise, or no bits that explain any."""
+def loss_at_outputs(merit: Mapping[str, Any]) -> str:
+    """Return the loss at the outputs in words; a figure of None stands for no noise, or no bits that explain any."""
     sqnr, expected = merit["sqnr_db"], merit["expected_db"]
     noise = "no quantization noise" if sqnr is None else f"{sqnr:.1f} dB over quantization noise"
     bits = "" if expected is None else f"; the bits explain {expected:.1f} dB"
@@ -150,15 +150,15 @@ def _summary(report: ReportData) -> Table:
     head.add_row("device", agreement(report))
     if found := accuracies(report):
         shown = ", ".join(f"{k} [bold]{100 * a:.2f} %[/]" for k, a in found.items())
-        head.add_row("top-1", f"{shown} ({accuracies_of(report).removeprefix('top-1 ')})")
+        head.add_row("top-1", f"{shown} ({accuracy_samples(report).removeprefix('top-1 ')})")
     return head
 
 
-def _table(kernels: list[Kernel]) -> Table:
+def _kernel_table(kernels: list[Kernel]) -> Table:
     shown, caption = kernels, None
-    if len(kernels) > KERNELS:
+    if len(kernels) > MOST_KERNELS:
         measured = [k for k in kernels if k[-1].sqnr_db is not None] or kernels
-        weakest = {id(k) for k in sorted(measured, key=lambda k: k[-1].sqnr_db or 0.0)[:KERNELS]}
+        weakest = {id(k) for k in sorted(measured, key=lambda k: k[-1].sqnr_db or 0.0)[:MOST_KERNELS]}
         shown = [k for k in kernels if id(k) in weakest]
         which = "the weakest" if measured is not kernels else "the first"
         caption = f"{which} {len(shown)} of {len(kernels)} kernels; report.html and report.json hold all of them"
@@ -176,19 +176,19 @@ def _table(kernels: list[Kernel]) -> Table:
     return table
 
 
-def _hurts(report: ReportData) -> Table:
+def _sensitivity_table(report: ReportData) -> Table:
     """Return the most sensitive tensors, with bars."""
     table = Table.grid(padding=(0, 2))
-    for r in report.sensitivity[:HEAVY]:
+    for r in report.sensitivity[:MOST_SENSITIVE]:
         bar = f"[yellow]{'█' * round(24 * r['share'])}[/]"
         table.add_row(escape(r["tensor"]), f"{r['bits']} bits", f"{r['loss']:.2g}", bar)
-    left = len(report.sensitivity) - HEAVY
+    left = len(report.sensitivity) - MOST_SENSITIVE
     if left > 0:
         table.add_row(f"[dim]and {left} more[/]")
     return table
 
 
-def _curve(report: ReportData) -> Table:
+def _pareto_table(report: ReportData) -> Table:
     """Return the loss for each budget, with bars on a logarithmic scale."""
     table = Table("of 8 bits", "takes", "predicted loss", "measured loss", "", show_edge=False, header_style="bold")
     for p in report.pareto:

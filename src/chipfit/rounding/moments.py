@@ -143,7 +143,7 @@ class Moments:
             self.tx / self.count - t.unsqueeze(2) * x.unsqueeze(1),
         )
 
-    def about(self, bias: Tensor) -> tuple[Tensor, Tensor]:
+    def with_fixed_bias(self, bias: Tensor) -> tuple[Tensor, Tensor]:
         """Return E[x x'] and E[(t - b) x'], for an operator whose bias b [g, O/g] stays."""
         x, _ = self.means()
         return self._squares(), self.tx / self.count - bias.unsqueeze(2) * x.unsqueeze(1)

@@ -164,7 +164,7 @@ class SequentialReconstruction(SampleStreams):
         plan, name, settings = self.plan, node.weight, self.settings
         w, stored = self._weight(node), plan[name]
         rows = as_rows(node, w)
-        h, c = moments.about(rows.new_zeros(rows.shape[:2])) if node.bias is None else moments.centred()
+        h, c = moments.with_fixed_bias(rows.new_zeros(rows.shape[:2])) if node.bias is None else moments.centred()
         if settings.ridge is not None:
             rows = gptq_solver.corrected_weights(rows, h, c, settings.ridge)
         q, entries, inverted = gptq_solver.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)

@@ -15,7 +15,7 @@ from chipfit.export.onnx.read_back import to_bytes
 from chipfit.export.onnx.recurrent import has_operator, recurrent
 from chipfit.graph.ir import OPAQUE, Node
 from chipfit.operators.table import attribute_words, by_name, read_column, refused, resolve
-from chipfit.passes.decompose import SMOOTH
+from chipfit.passes.decompose import LINEAR_SOFTPLUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +393,7 @@ _BY_NAME = by_name(
 _CONDITIONS: dict[str, Callable[[Node], bool]] = {
     "has_scale": lambda n: n.operand("w") is not None,
     "has_operator": has_operator,
-    "is_plain_softplus": lambda n: n.attrs["beta"] == 1.0 and n.attrs["threshold"] >= SMOOTH,
+    "is_plain_softplus": lambda n: n.attrs["beta"] == 1.0 and n.attrs["threshold"] >= LINEAR_SOFTPLUS,
 }
 WRITERS: dict[str, Write] = {}
 #: operator -> whether ONNX has a form of a node; it has one of every node of the other operators in `WRITERS`

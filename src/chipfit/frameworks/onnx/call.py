@@ -88,8 +88,8 @@ class OnnxGraphBuilder(GraphBuilder):
         self.places: dict[tuple[int, ...], tuple[str, int]] = {}  #: sizes -> a value with them, and the axis
         self.batch: tuple[int, ...] = ()  #: number of samples by variant
         self.fixed = 0  #: the batch size that the model declares, although it is read with an open one
-        self.made: dict[tuple[str, str], str] = {}  #: (initialiser, form) -> the weight of the Graph
-        self.changes: dict[str, Callable[[Any], Any]] = {}  #: weight -> what its initialiser went through
+        self.weight_names: dict[tuple[str, str], str] = {}  #: (initialiser, form) -> the weight of the Graph
+        self.changes: dict[str, Callable[[Any], Any]] = {}  #: weight -> the function that its initialiser went through
         self._results: dict[Any, tuple[Any, ...]] = {}  #: operator, attributes, shapes of operands -> results
 
     def results(self, node: Node, given: Sequence[Any]) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ class OnnxGraphBuilder(GraphBuilder):
     def undo(self, mark: tuple[int, int]) -> None:
         """Forget the nodes and weights since `mark`, and where they are."""
         gone = self.forget(mark)
-        self.made = {k: w for k, w in self.made.items() if w not in gone}
+        self.weight_names = {k: w for k, w in self.weight_names.items() if w not in gone}
         self.places = {k: p for k, p in self.places.items() if p[0] not in gone}
 
     def constants(self, numbers: Sequence[np.ndarray], source: str = "", trainable: bool = False) -> Operand:
@@ -143,8 +143,8 @@ class OnnxGraphBuilder(GraphBuilder):
         if (array := operand.constant) is None:
             raise Unreadable
         key = (operand.source, operand.change + form)
-        if operand.source and key in self.made:
-            return self.made[key]
+        if operand.source and key in self.weight_names:
+            return self.weight_names[key]
         tensor = as_tensor(array)
         tensor = tensor if change is None else change(tensor).contiguous()
         if operand.source in self.model.graph.initializers:
@@ -154,7 +154,7 @@ class OnnxGraphBuilder(GraphBuilder):
         if operand.trainable and tensor.is_floating_point():
             self.graph.trainable.add(name)
         if operand.source:
-            self.made[key] = name
+            self.weight_names[key] = name
         if change is not None and not operand.change:
             self.changes[name] = change
         return name
@@ -266,9 +266,9 @@ class OnnxCall:
                 return size
         elif x.rank == 1 and all(_equal(n, np.arange(len(n))) for n in x.numbers):
             return self.index_range(x)
-        return self.expanded(x)
+        return self.repeated(x)
 
-    def thin(self, op: str, x: Operand, others: Sequence[Operand | None]) -> Operand:
+    def without_repetition(self, op: str, x: Operand, others: Sequence[Operand | None]) -> Operand:
         """Return an operand without repetitions along open axes, where another one has these sizes too."""
         if not x.numbers or x.name or x.constant is not None or op not in OPS or OPS[op].layout != "elementwise":
             return x
@@ -281,23 +281,21 @@ class OnnxCall:
             if x.shape[k] is None
             and any([t[k] for t in s] == [n.shape[k] for n in x.numbers] for s in shapes if len(s[0]) == x.rank)
         ]
-        few = [n[tuple(slice(0, 1) if k in same else slice(None) for k in range(n.ndim))] for n in x.numbers]
-        alike = all(_equal(f, few[0]) and (n == f).all() for n, f in zip(x.numbers, few, strict=True))
-        return self.builder.constants(few[:1]) if alike else x
+        single = _without_repetition(x.numbers, same)
+        return x if single is None else self.builder.constants([single])
 
-    def expanded(self, x: Operand) -> Operand:
+    def repeated(self, x: Operand) -> Operand:
         """Return numbers that are equal along all open axes, such as an initial state, as a constant that is repeated.
 
         Raises:
             Unreadable: They differ, or no value has one of these sizes.
         """
         here = [k for k, s in enumerate(x.shape) if s is None]
-        few = [n[tuple(slice(0, 1) if k in here else slice(None) for k in range(n.ndim))] for n in x.numbers]
-        if not here or any(not _equal(f, few[0]) or not (n == f).all() for n, f in zip(x.numbers, few, strict=True)):
-            raise Unreadable
+        require(here)
+        single = present(_without_repetition(x.numbers, here))
         sizes = [self.size(tuple(n.shape[k] for n in x.numbers)) for k in here]
         shape = tuple(None if k in here else -1 for k in range(x.rank))
-        constant = self.new_weight(as_tensor(few[0]), "constant")
+        constant = self.new_weight(as_tensor(single), "constant")
         return self._append("Expand", [constant, *sizes], {"shape": shape}, [x.metas], f"{self.name}_expanded")[0]
 
     def size(self, sizes: tuple[int, ...]) -> Operand:
@@ -351,11 +349,11 @@ class OnnxCall:
         Raises:
             Unreadable: The engine does not compute it.
         """
-        operands = [None if x is None else self.in_graph(self.thin(op, x, inputs)) for x in inputs]
+        operands = [None if x is None else self.in_graph(self.without_repetition(op, x, inputs)) for x in inputs]
         node = Node("", op, tuple(None if o is None else o.name for o in operands), tuple(wanted), attrs)
         metas = []
         for k in range(self.builder.count):
-            given = [None if o is None else _given(o, k) for o in operands]
+            given = [None if o is None else _kernel_operand(o, k) for o in operands]
             try:
                 metas.append(self.builder.results(node, given))
             except Exception as e:  # torch raises many types
@@ -376,7 +374,8 @@ class OnnxCall:
         made = [Operand(tuple(r)) for r in results]
         outs = [(m.shape, _name(m.dtype)) for m in made]
         inputs = [None if o is None else o.name for o in operands]
-        values = self.builder.emit(self.origin, _common(wanted) or f"{self.name}_{op.lower()}", op, inputs, attrs, outs)
+        name = _stem(wanted) or f"{self.name}_{op.lower()}"
+        values = self.builder.emit(self.origin, name, op, inputs, attrs, outs)
         for operand, value in zip(made, values, strict=True):
             operand.name = value.name
             self.builder.remember(operand)
@@ -394,7 +393,7 @@ class OnnxCall:
         function = OnnxFunction.of_target(target)
         metas = []
         for k in range(self.builder.count):
-            given = [_real(o, k, self.builder.graph) for o in operands]
+            given = [_runtime_operand(o, k, self.builder.graph) for o in operands]
             try:
                 out = function(*given)
             except Exception as e:  # ONNX Runtime's own types
@@ -408,22 +407,29 @@ class OnnxCall:
         return self._append(OPAQUE, operands, attrs, [tuple(m) for m in zip(*metas, strict=True)], *wanted)
 
 
-def _common(names: Sequence[str]) -> str:
+def _without_repetition(numbers: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray | None:
+    """Return the numbers of all variants with one element along some axes; None if they differ along these."""
+    parts = [n[tuple(slice(0, 1) if k in axes else slice(None) for k in range(n.ndim))] for n in numbers]
+    alike = all(_equal(p, parts[0]) and (n == p).all() for n, p in zip(numbers, parts, strict=True))
+    return parts[0] if alike else None
+
+
+def _stem(names: Sequence[str]) -> str:
     """Return the name of a node whose results have these names: theirs, without numbers; "" if there is none."""
     base = names[0] if len(names) == 1 else names[0].removesuffix(".0")
     return base if len(names) == 1 or list(names) == [f"{base}.{k}" for k in range(len(names))] else ""
 
 
-def _given(operand: Operand, k: int) -> Any:
+def _kernel_operand(operand: Operand, k: int) -> Any:
     """Return what a kernel is given for an operand: a meta tensor, or a size."""
     size = operand.numbers and operand.rank == 0 and operand.dtype is torch.int64 and operand.constant is None
     return int(operand.numbers[k]) if size else operand.metas[k]
 
 
-def _real(operand: Operand, k: int, graph: Graph) -> Any:
+def _runtime_operand(operand: Operand, k: int, graph: Graph) -> Any:
     if operand.name in graph.weights:
         return graph.weights[operand.name]
-    return _given(operand, k) if operand.numbers else torch.ones_like(operand.metas[k], device="cpu")
+    return _kernel_operand(operand, k) if operand.numbers else torch.ones_like(operand.metas[k], device="cpu")
 
 
 def _plain(x: Any) -> Any:

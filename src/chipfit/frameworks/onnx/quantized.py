@@ -325,7 +325,7 @@ class _QuantizedTranslator(Translator):
         """Store the weights as the file has them, with the axis of channels that the graph has."""
         graph = self.builder.graph
         biases = {i for n in graph.nodes if n.op in OPS for s, i in graph.slots(n) if s.startswith("b")}
-        for (source, _), name in self.builder.made.items():
+        for (source, _), name in self.builder.weight_names.items():
             if source not in self.codes or name not in graph.weights:
                 continue
             whole, change = self.codes[source], self.builder.changes.get(name)
