@@ -48,7 +48,7 @@ def _as_flag(v: Any) -> bool:
 #: kind of an attribute -> its conversion from ONNX
 _KINDS: dict[str, Callable[[Any], Any]] = {"flag": _as_flag, "int*": tuple, "count*": tuple, "size*": tuple}
 #: form of a constant operand -> its conversion from numbers
-_FORMS: dict[str, Callable[[Any], Any]] = {"real": lambda v: None if v is None else float(v), "integer": int}
+_FORMS: dict[str, Callable[[Any], Any]] = {"real": lambda v: None if v is None else float(v), "integer": lambda v: int(np.array(v).item())}
 
 
 def _enter_cell(
@@ -370,11 +370,6 @@ def _layer_norm(c: OnnxCall) -> Any:
     return c.emit(op, [x, *operands], normalized_shape=tuple(shape), eps=1e-5 if eps is None else eps)
 
 
-@reads("InstanceNormalization")
-def _instance_norm(c: OnnxCall) -> Any:
-    return c.emit("InstanceNorm", [c.operand(0), c.weight(1), c.weight(2)], eps=c.attr("epsilon"))
-
-
 @reads("GroupNormalization")
 def _group_norm(c: OnnxCall) -> Any:
     groups, channels = c.attr("num_groups"), c.operand(0).shape[1]
@@ -384,12 +379,6 @@ def _group_norm(c: OnnxCall) -> Any:
     return c.emit(
         "GroupNorm", [c.operand(0), c.weight(1, *how), c.weight(2, *how)], groups=groups, eps=c.attr("epsilon")
     )
-
-
-@reads("LpNormalization")
-def _lp_norm(c: OnnxCall) -> Any:
-    require(c.attr("p") == 2)
-    return c.emit("L2Norm", [c.operand(0)], axis=c.attr("axis"), eps=1e-12)
 
 
 @reads("Softmax LogSoftmax")
@@ -569,13 +558,6 @@ def _reduce(c: OnnxCall) -> Any:
 def _arg_max(c: OnnxCall) -> Any:
     require(not c.attr("select_last_index"))
     return c.emit(c.node.op_type, [c.operand(0)], axis=c.attr("axis"), keepdims=bool(c.attr("keepdims")))
-
-
-@reads("CumSum")
-def _cum_sum(c: OnnxCall) -> Any:
-    axis = present(c.integers("", 1))
-    require(not c.attr("exclusive") and not c.attr("reverse"))
-    return c.emit("CumSum", [c.operand(0)], axis=axis[0])
 
 
 # ---------------------------------------------------------------- moving data

@@ -430,7 +430,7 @@ def _transpose_conv(c: Call) -> Value:
     more = tuple(max(-t, 0) for t in cut)
     kernel_name = c.weight(1, lambda a: a.transpose(3, 0, 1, 2), "transposed", trains=True)
     attrs = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1, "output_padding": more}
-    return c.emit("TransposeConv2D", [x, kernel_name, c.bias(3)], **attrs)
+    return c.emit(c.canonical, [x, kernel_name, c.bias(3)], **attrs)
 
 
 @reads("FULLY_CONNECTED")
