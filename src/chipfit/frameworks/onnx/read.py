@@ -554,12 +554,6 @@ def _reduce(c: OnnxCall) -> Any:
     return c.emit(kind if kind in ("Mean", "Sum") else f"Reduce{kind}", [x], axes=axes, keepdims=keepdims)
 
 
-@reads("ArgMax ArgMin")
-def _arg_max(c: OnnxCall) -> Any:
-    require(not c.attr("select_last_index"))
-    return c.emit(c.node.op_type, [c.operand(0)], axis=c.attr("axis"), keepdims=bool(c.attr("keepdims")))
-
-
 # ---------------------------------------------------------------- moving data
 
 
