@@ -48,7 +48,10 @@ def _as_flag(v: Any) -> bool:
 #: kind of an attribute -> its conversion from ONNX
 _KINDS: dict[str, Callable[[Any], Any]] = {"flag": _as_flag, "int*": tuple, "count*": tuple, "size*": tuple}
 #: form of a constant operand -> its conversion from numbers
-_FORMS: dict[str, Callable[[Any], Any]] = {"real": lambda v: None if v is None else float(v), "integer": lambda v: int(np.array(v).item())}
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "real": lambda v: None if v is None else float(v),
+    "integer": lambda v: int(np.array(v).item()),  # a number, or a list of one
+}
 
 
 def _enter_cell(
