@@ -11,11 +11,13 @@ from torch import nn
 import chipfit
 from chipfit.errors import DataError, RuntimeUnavailable, UnknownNameError, VerificationError
 from chipfit.export import FileTensor
+from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import NodePlan, Plan
 from chipfit.platform.load import load
 from chipfit.registry import DeviceRuntime
 from chipfit.settings import END_TO_END_SAMPLES
+from chipfit.simulate.integer import simulate
 from chipfit.verify import DEQUANTIZED_GAP, OUTPUT_GAP, Verification, comparisons, default_runtime
 from chipfit.verify.run import Comparator, storage_type
 from tests.build import graph_of, grid, model_of, node, plan_of, quantized, randn, sequential, stored
@@ -91,6 +93,29 @@ def test_a_float_is_near_to_half_way_by_the_border_or_by_a_512th_of_a_step(place
     found, device = behind_tanh(), torch.tensor([math.floor(place) + 1])
     found.add(device, device - 1, stored(0.25, 0, bits), torch.tensor([place * 0.25]))
     assert (found.ties, found.astray, found.op_differing) == (tie, astray, 1)
+
+
+@pytest.mark.parametrize("error, astray", [(0.02, 1), (0.03, 0)])
+def test_where_sums_cancel_floats_may_lie_as_far_from_half_way_as_float32_is_off(error, astray):
+    """The device rounds 0.4 of a step up; four times the error of float32 must reach half way."""
+    found, floats = behind_tanh(), torch.tensor([0.4, 7.0])
+    found.add(ints(1, 7), ints(0, 7), stored(1.0), floats, lambda: floats.double() + error)
+    assert found.astray == astray
+    tail = out(float_ops=("Log",))
+    tail.add(floats + 0.1 * error, floats, exact=lambda: floats.double() - 0.03 * error)
+    assert bool(tail.fault) is False and tail.allowed_gap == pytest.approx(0.12 * error / 7)
+    tail.add(floats + error, floats, exact=lambda: floats.double())
+    assert tail.fault
+
+
+def test_floats_in_float64_show_what_float32_loses():
+    """The variance 14 / 9 of 10000 + {0, 1, 3}, as a mean of squares less the square of the mean."""
+    net = model_of(lambda m, x: (x.square().mean(-1) - x.mean(-1).square()) * 3)
+    graph, plan = capture(net, [x := torch.tensor([[1e4, 1e4 + 1, 1e4 + 3]])]), plan_of()
+    single, double = (simulate(graph, plan, [x], load("ort_cpu"), in_double=d) for d in (False, True))
+    (end,) = graph.outputs
+    assert double[end].dtype == torch.float64 and single[end].dtype == torch.float32
+    assert abs(float(double[end]) - 14 / 3) < 1e-6 < abs(float(single[end]) - 14 / 3)
 
 
 @pytest.mark.parametrize("elements, allowed", [(0, 1), (100, 1), (199, 1), (200, 2), (1000, 10)])
@@ -579,7 +604,6 @@ def test_it_stops_after_as_many_batches_as_are_requested(batches, samples):
 
 @pytest.mark.parametrize(("gain", "x", "samples"), [((), (3, 2), 3), ((3, 2), (), 3), ((), (), 1)])
 def test_a_number_without_axes_has_no_samples(gain, x, samples):
-    from chipfit.frameworks.torch.capture import capture
 
     inputs = [torch.randn(gain), torch.randn(x)]
     graph = capture(model_of(lambda m, gain, x: gain * x), inputs)

@@ -55,11 +55,7 @@ def layout_hint(got: Sequence[int], want: Sequence[int | None]) -> str:
 
 
 def explain_error(
-    refusal: ChipfitError,
-    model: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    sizes: Sizes = _UNDECLARED,
+    refusal: ChipfitError, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sizes = _UNDECLARED
 ) -> ChipfitError:
     """Return an error about the input data if a common mistake explains why capture failed; else `refusal` itself.
 

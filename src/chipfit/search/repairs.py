@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from chipfit.rounding.compare import (
 )
 from chipfit.rounding.expected import expected_sqnr_db
 from chipfit.rounding.outputs import OutputErrors
-from chipfit.search.sensitivity import activation_losses, suggestions
+from chipfit.search.sensitivity import Suggestion, activation_losses, suggestions
 from chipfit.settings import Settings
 
 #: samples of a trial: it calibrates on most of them and compares on those that are held out
@@ -45,6 +46,8 @@ _NUMBERS, _PRODUCTS = 1 << 25, 128
 _LEAST, _MOST = 2, 128
 #: layers are made more precise so many times, and with so great a share of all multiplications
 _ROUNDS, _CHEAP = 4, 0.05
+#: the first layers are made more precise together if they have at most this share
+_FRONT = 0.1
 #: stages of repairs, in the order in which they are tried
 _STAGES = ("adapt", "rewrite")
 
@@ -189,16 +192,22 @@ def with_precise_layers(
 ) -> tuple[Decision, MeasuredBiases]:
     """Return the decision with the layers around the most sensitive tensors in float or at more bits, and its errors.
 
-    Layers with few multiplications are tried one after the other while the loss is doubtful.
+    Layers with few multiplications are tried one after the other while the loss is doubtful, then the first layers
+    together: a logarithm behind a spectrum makes each error as large as all of them.
     """
     reference, whole = before.reference, sum(products(d.graph, n) for n in d.graph.nodes)
-    for _ in range(_ROUNDS):
+    costs: dict[str, float] = {}  # layer -> its share of all multiplications
+    for n in d.graph.nodes if whole else ():
+        costs[n.display_name] = costs.get(n.display_name, 0.0) + products(d.graph, n) / whole
+    first = [name for name, share in zip(costs, accumulate(costs.values()), strict=True) if share <= _FRONT]
+    front = Suggestion("", dict.fromkeys(first, "float"), None)
+    for _ in range(_ROUNDS if whole else 0):
         plan, was = plan_of(d), before.errors.sqnr_db
         if not Merit.of(reference, plan, before.errors).doubtful:
             break
-        for suggestion in suggestions(activation_losses(d, plan, reference.batches), d.graph):
-            around = (n for n in d.graph.nodes if n.display_name in suggestion.overrides)
-            if not whole or sum(products(d.graph, n) for n in around) > _CHEAP * whole:
+        for suggestion in (*suggestions(activation_losses(d, plan, reference.batches), d.graph), front):
+            least = DOUBT_DB if suggestion == front else GAIN_DB
+            if suggestion != front and sum(costs[name] for name in suggestion.overrides) > _CHEAP:
                 continue
             try:
                 other = redecide(replace(d, precise=(*d.precise, *suggestion.overrides.items())), plan).checked()
@@ -208,7 +217,7 @@ def with_precise_layers(
             if any(plan.quantized(o) and not trial.quantized(o) for o in d.graph.outputs):
                 continue  # whoever reads the file may count on integers
             after = measured(other, reference, rounded)
-            if (now := after.errors.sqnr_db) >= was + GAIN_DB:
+            if (now := after.errors.sqnr_db) >= was + least:
                 samples = count_samples(reference.batches)
                 note = f"{suggestion}: on {samples} samples the outputs have {now:.1f} dB, {was:.1f} dB without"
                 d, before = replace(other, rewrites=(*d.rewrites, note)), after

@@ -142,7 +142,9 @@ class Suggestion(NamedTuple):
 
     def __str__(self) -> str:
         """Return the layers, and what becomes of them."""
-        return "'" + "', '".join(self.overrides) + ("' in float" if self.bits is None else f"' at {self.bits} bits")
+        first, left = list(self.overrides)[:4], len(self.overrides) - 4
+        names = "', '".join(first) + (f"' and {left} more" if left > 0 else "'")
+        return f"'{names} in float" if self.bits is None else f"'{names} at {self.bits} bits"
 
 
 def suggestions(found: Sensitivity, graph: Graph) -> Iterator[Suggestion]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from chipfit.engine.kernels import execute, pad
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import UnsupportedError
-from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph, Node
 from chipfit.passes.layout import Layout, apply_layout
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
@@ -87,6 +87,7 @@ class Simulation:
     math: Math
     part: int | None = None  #: samples that the device computes at once; None for all
     in_pairs: bool = False  #: the processor adds pairs of u8 x s8 products in 16 bits, with saturation
+    in_double: bool = False  #: operators in float compute in float64, but for opaque ones
     codes: dict[str, Tensor] = field(default_factory=dict)  #: quantized value -> integers
     floats: dict[str, Any] = field(default_factory=dict)  #: value -> float (or other) tensor, before its quantizer
     #: weight -> integers; "{weight} in float" -> the floats that they represent
@@ -113,6 +114,11 @@ class Simulation:
 
     def float_value(self, name: str, reader: Node) -> Any:
         """Return an operand of a float operator: the value before its quantizer on float edges, else dequantized."""
+        x = self._float_value(name, reader)
+        real = self.in_double and isinstance(x, Tensor) and x.is_floating_point()
+        return x.to(torch.float32 if reader.op == OPAQUE else torch.float64) if real else x
+
+    def _float_value(self, name: str, reader: Node) -> Any:
         stored = None if (name, reader.name) in self.plan.float_edges else self.plan.stored(name)
         if stored is not None and (name in self.codes or name in self.graph.weights):
             return stored.dequantize(self.code(name)) if name in self.codes else self._dequantized_weight(name, stored)
@@ -268,6 +274,7 @@ def simulate(
     each: Callable[[str, Any, Any], None] | None = None,
     part: int | None = None,
     in_pairs: bool = False,
+    in_double: bool = False,
 ) -> dict[str, Any]:
     """Run the network in the platform's integers.
 
@@ -288,6 +295,7 @@ def simulate(
             if a float operator computed them, else None.
         part: number of samples that the device computes at once, if its file has a fixed batch size.
         in_pairs: the processor adds pairs of u8 x s8 products in 16 bits, with saturation.
+        in_double: compute in float64 what the runtime computes in float32.
 
     Returns:
         Value name -> integers (integer dtype) if it is quantized, else its float tensor.
@@ -297,7 +305,7 @@ def simulate(
     """
     profile = profile_for(platform, kernels)
     run = Simulation(graph, widened_to_types(plan) if profile.saturate_to_type else plan, profile, platform.math, part)
-    run.weights, run.in_pairs = run.weights if weights is None else weights, in_pairs
+    run.weights, run.in_pairs, run.in_double = run.weights if weights is None else weights, in_pairs, in_double
     wanted = {*(graph.values if keep is None else keep), *graph.outputs}
     results = _Results(run, wanted, force or {}, floats, like, each)
     groups = kernel_groups(graph, plan)
@@ -498,7 +506,7 @@ def _compute(run: Simulation, group: Sequence[Node]) -> None:
         env.update(zip(group[0].outputs, found if isinstance(found, tuple) else (found,), strict=True))
     for n in group if float_output is None else group[1:]:
         args = [None if i is None else env[i] if i in env else run.float_value(i, n) for i in n.inputs]
-        function = run.profile.functions.get(n.op)
+        function = None if run.in_double else run.profile.functions.get(n.op)
         env.update(zip(n.outputs, [function(*args)] if function else execute(n, args), strict=False))
     for o in group[-1].outputs:
         run.publish(o, env[o])

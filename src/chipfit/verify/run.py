@@ -1,5 +1,6 @@
 """Run the float network, the simulation and the device on the same inputs, and compare their tensors."""
 
+import functools
 import itertools
 import tempfile
 from collections import Counter
@@ -158,6 +159,8 @@ class Comparator:
     end_to_end_samples: int | None = None  #: see `verify`
     weights: dict[str, Tensor] = field(default_factory=dict)  #: integers of weights
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
+    #: returns what operators in float compute from the device's integers of a batch in float64
+    exact: Callable[[], Values] = dict
 
     def __post_init__(self) -> None:
         self.calibration = SampleHashes(self.plan.provenance.get("samples", ()))
@@ -262,14 +265,16 @@ class Comparator:
                 row.why, row.wrong = "of another shape or type", wrong
             else:
                 row.why = "" if q.numel() or row.elements else "empty"
-                row.add(codes[name], own, self.plan[name], unrounded if row.float_ops else None)
+                before = unrounded if row.float_ops else None
+                row.add(codes[name], own, self.plan[name], before, lambda: self.exact()[name])
                 return
             codes.pop(name, None)
 
-        ends = [o.tensor for o in self.out.outputs]
-        from_device = self._simulated(
-            inputs, force=codes | floats, floats=floats_before, like=simulated, keep=ends, each=compare
+        results = functools.partial(
+            self._simulated, inputs, force=codes | floats, keep=[o.tensor for o in self.out.outputs]
         )
+        self.exact = functools.cache(lambda: results(in_double=True, floats=(found := Values())) | found)
+        from_device = results(floats=floats_before, like=simulated, each=compare)
         for row in remaining.values():
             row.why = "inside a fused kernel"
             codes.pop(row.tensor, None)
@@ -284,7 +289,8 @@ class Comparator:
             device = returned[k] if not o.inner and k < len(returned) else floats.get(o.tensor)
             if o.inner and device is not None:
                 device = device.reshape(want.shape) if device.numel() == want.numel() else None
-            o.add(device, want, None if simulated is None else output(self.graph, self.plan, simulated, o.tensor))
+            own = None if simulated is None else output(self.graph, self.plan, simulated, o.tensor)
+            o.add(device, want, own, lambda o=o: self.exact()[o.tensor])
 
     def _compare_end_to_end(
         self, inputs: list[Tensor], label: Tensor | None, codes: Values, simulated: Values, device: Tensor

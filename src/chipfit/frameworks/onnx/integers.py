@@ -28,17 +28,8 @@ OPTIMISED = "chipfit.optimised"
 #: note of the parts of constants that operators read: {part: [constant, first element, last element + 1]}
 PARTS = "chipfit.parts"
 #: type of integers -> lowest and highest one
-ENDS = {
-    "int2": (-2, 1),
-    "uint2": (0, 3),
-    "int4": (-8, 7),
-    "uint4": (0, 15),
-    "int8": (-128, 127),
-    "uint8": (0, 255),
-    "int16": (-32768, 32767),
-    "uint16": (0, 65535),
-    "int32": (-(1 << 31), (1 << 31) - 1),
-}
+ENDS = {f"int{bits}": (-1 << bits - 1, (1 << bits - 1) - 1) for bits in (2, 4, 8, 16, 32)}
+ENDS |= {f"uint{bits}": (0, (1 << bits) - 1) for bits in (2, 4, 8, 16)}
 #: operators that pass integers on, and those of their results that hold none
 _MOVES = dict.fromkeys(
     "Reshape Transpose Squeeze Unsqueeze Flatten Identity Slice Split Gather GatherND GatherElements Concat Expand "
@@ -277,12 +268,8 @@ class Expansion:
         if name not in self.arrays and name in self.initialisers:
             array = numpy_helper.to_array(self.initialisers[name])
             self.arrays[name] = array if array.dtype.kind in "biuf" else array.astype(np.int64)
-        if (
-            name not in self.arrays
-            and name in self.foldable
-            and (found := self.computed(self.makers[name])) is not None
-        ):
-            self.arrays |= found
+        if name not in self.arrays and name in self.foldable:
+            self.arrays |= self.computed(self.makers[name]) or {}
         return self.arrays.get(name)
 
     def computed(self, n: onnx.NodeProto) -> dict[str, np.ndarray] | None:
@@ -399,9 +386,7 @@ class Expansion:
             array = self.array(tensor)
             rank = 0 if array is None else array.ndim
             numbers = self.numbers(n, tensor, scale, zero, self.kind(tensor), rank)
-            if (
-                numbers.scale.size > 1 and n.op_type != "DequantizeLinear"
-            ):  # of a weight: output channels of a convolution, else columns
+            if numbers.scale.size > 1 and n.op_type != "DequantizeLinear":
                 numbers = QParams(numbers.kind, numbers.scale, numbers.zero, _weight_axis(n, rank))
             return self.constant(n, tensor, numbers)
         if tensor in self.dynamic:
@@ -415,9 +400,8 @@ class Expansion:
         numbers = self.numbers(n, tensor, scale, zero, own.kind if own is not None else "")
         if own is None:
             if tensor not in self.ins:
-                raise self.unread(
-                    n, f"'{tensor}' is made by {self.makers[tensor].op_type}" if tensor in self.makers else ""
-                )
+                made = f"'{tensor}' is made by {self.makers[tensor].op_type}" if tensor in self.makers else ""
+                raise self.unread(n, made)
             self.codes[tensor] = self.out.given[tensor] = numbers
         elif not (np.array_equal(own.scale, numbers.scale) and np.array_equal(own.zero, numbers.zero)):
             got = f"{numbers.scale.reshape(-1)[:2].tolist()}, made with {own.scale.reshape(-1)[:2].tolist()}"
@@ -588,43 +572,39 @@ def _product(e: Expansion, n: onnx.NodeProto) -> None:
         e.quantized(y, n.output[0], e.numbers(n, n.output[0], scale, _operand(n, at_scale + 1)))
 
 
+def _rounded(e: Expansion, n: onnx.NodeProto, kind: str, inputs: Sequence[str], at: int) -> None:
+    """Add the float operator of a node and the quantizer of its result, whose scale is the operand `at`."""
+    y = e.result(n)
+    e.compute(n, kind, inputs, y)
+    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[at], _operand(n, at + 1)))
+
+
 def _element_wise(e: Expansion, n: onnx.NodeProto) -> None:
     """QLinearAdd, QLinearMul: a, b, each with scale and zero point, the result's numbers."""
-    a, b = (e.dequantized(n, *(_operand(n, k + j) for j in range(3))) for k in (0, 3))
-    y = e.result(n)
-    e.compute(n, n.op_type.removeprefix("QLinear"), [a, b], y)
-    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[6], _operand(n, 7)))
+    inputs = [e.dequantized(n, *(_operand(n, k + j) for j in range(3))) for k in (0, 3)]
+    _rounded(e, n, n.op_type.removeprefix("QLinear"), inputs, 6)
 
 
 def _unary(e: Expansion, n: onnx.NodeProto) -> None:
     """QLinearSigmoid, QLinearAveragePool, ...: x with scale and zero point, the result's numbers."""
     if any(a.name == "channels_last" and a.i for a in n.attribute):
         raise e.unread(n, "its images lie channels last")
-    x, y = e.dequantized(n, n.input[0], n.input[1], _operand(n, 2)), e.result(n)
-    more: dict[str, Any] = {}
-    inputs, kind = [x], n.op_type.removeprefix("QLinear")
+    inputs, kind = [e.dequantized(n, n.input[0], n.input[1], _operand(n, 2))], n.op_type.removeprefix("QLinear")
     if kind.startswith("Reduce") and e.opset >= 18:
         axes = next((a.ints for a in n.attribute if a.name == "axes"), ())
         inputs.append(e.fresh(f"{n.output[0]}_axes"))
         e.initialisers[inputs[1]] = numpy_helper.from_array(np.array(axes, np.int64), inputs[1])
-    e.compute(n, kind, inputs, y, **more)
-    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[3], _operand(n, 4)))
+    _rounded(e, n, kind, inputs, 3)
 
 
 def _concat(e: Expansion, n: onnx.NodeProto) -> None:
     """QLinearConcat: the result's numbers, then each operand with scale and zero point."""
-    inputs = [e.dequantized(n, *n.input[k : k + 3]) for k in range(2, len(n.input), 3)]
-    y = e.result(n)
-    e.compute(n, "Concat", inputs, y)
-    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[0], n.input[1]))
+    _rounded(e, n, "Concat", [e.dequantized(n, *n.input[k : k + 3]) for k in range(2, len(n.input), 3)], 0)
 
 
 def _where(e: Expansion, n: onnx.NodeProto) -> None:
     """QLinearWhere: a condition, two operands with scale and zero point, the result's numbers."""
-    a, b = (e.dequantized(n, *n.input[k : k + 3]) for k in (1, 4))
-    y = e.result(n)
-    e.compute(n, "Where", [n.input[0], a, b], y)
-    e.quantized(y, n.output[0], e.numbers(n, n.output[0], n.input[7], _operand(n, 8)))
+    _rounded(e, n, "Where", [n.input[0], *(e.dequantized(n, *n.input[k : k + 3]) for k in (1, 4))], 7)
 
 
 def _integer_product(e: Expansion, n: onnx.NodeProto) -> None:
@@ -638,14 +618,10 @@ def _integer_product(e: Expansion, n: onnx.NodeProto) -> None:
     weight = next((s for s in scales if e.array(s) is not None), "")
     if not weight or n.input[1] not in e.initialisers:
         raise e.unread(n, "its weight is computed")
-    x, zero = n.input[0], _operand(n, 2)
-    if x in e.dynamic:
-        a = x
-    else:
-        other = next((s for s in scales if s != weight), "")
-        if not other:
-            raise e.unread(n, "the scale of its data is not known")
-        a = e.dequantized(n, x, other, zero)
+    other = next((s for s in scales if s != weight), "")
+    if not other and n.input[0] not in e.dynamic:
+        raise e.unread(n, "the scale of its data is not known")
+    a = e.dequantized(n, n.input[0], other, _operand(n, 2))
     w = e.dequantized(n, n.input[1], weight, _operand(n, 3))
     e.compute(n, n.op_type.removesuffix("Integer"), [a, w], mul.output[0])
     e.done |= {id(cast), id(mul)}
@@ -722,9 +698,7 @@ def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[Inte
     if not whole or not (np.isfinite(s) & (s != 0)).all() or (z is not None and z.dtype != np.uint8):
         raise e.fault(n, f"'{name}' and its scales do not fit", f"{list(s.shape)}", f"{[len(packed), blocks]}, not 0")
     middle = 0 if z is not None else 1 << bits - 1  # signed integers have no zero points
-    zeros = np.zeros(s.shape, np.int64)
-    if z is not None:
-        zeros = from_bytes(z.reshape(len(packed), -1), bits, blocks)
+    zeros = np.zeros(s.shape, np.int64) if z is None else from_bytes(z.reshape(len(packed), -1), bits, blocks)
     kind = f"{'int' if middle else 'uint'}{bits}"
     return IntegerConstant(name, from_bytes(packed, bits, count) - middle, QParams(kind, s, zeros, 1, block)), a
 
