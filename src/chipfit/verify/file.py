@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from chipfit.calibration.data import add_states, fixed_batch_of, iterate, split_label
+from chipfit.calibration.data import add_states, as_tensors, fixed_batch_of, iterate, split_label
 from chipfit.errors import CaptureError, RuntimeUnavailable, UnsupportedError, first_line
 from chipfit.files import package_data, path_of
 from chipfit.frameworks import framework_of, load, part
@@ -90,7 +90,7 @@ def verify_file(
         >>> chipfit.verify_file(file, data).exact
         True
     """
-    example = data[0] if isinstance(data, (list, tuple)) and data else None
+    example = as_tensors(data[0]) if isinstance(data, (list, tuple)) and data else None
     found, chosen = read_quantized(path, platform, example)
     if found.not_simulated:
         hint = "`chipfit explain` shows its formats; quantize it again (--requantize) for integers throughout"

@@ -33,7 +33,7 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
     if loops := sorted({op.kind for op in model.operators} & {"WHILE", "IF"}):
         hint = "convert the model without control flow"
         raise CaptureError(f"The control flow {loops[0]} has no reader", where=model.where, hint=hint)
-    given = _inputs(model, args, kwargs or {})
+    given = inputs_of(model, args, kwargs or {})
     first = [x[: t.shape[0] if t.shape else 1] if x.dim() else x for t, x in zip(model.inputs, given, strict=True)]
     two = [torch.cat((x[:1], x[-1:])) if x.dim() else x for x in given] if model.opens else []
     with model.session():  # which ends before weights are read, so that they are not in memory twice
@@ -66,7 +66,12 @@ def refuse_quantized(model: TfliteModel) -> None:
         raise CaptureError(what, where=model.where, got=f"for example '{model.quantized[0].name}'", hint=hint)
 
 
-def _inputs(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+def inputs_of(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+    """Return a batch in the file's order and types.
+
+    Raises:
+        CaptureError: It does not fit the file.
+    """
     named = {t.name: t for t in model.inputs}
     given = [kwargs[n] for n in named] if kwargs and kwargs.keys() >= named.keys() else list(args)
     if len(given) == 1 and isinstance(given[0], (list, tuple)):

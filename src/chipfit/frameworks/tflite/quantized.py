@@ -15,6 +15,7 @@ import chipfit.frameworks.tflite.recurrent  # noqa: F401 -- registers readers
 from chipfit.engine.run import first_deviation, run
 from chipfit.errors import CaptureError, DataError
 from chipfit.frameworks.quantized import QuantizedFile, original_of, stored_as, tie_moved
+from chipfit.frameworks.tflite.capture import inputs_of
 from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, TfliteModel
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.frameworks.tflite.variables import packed
@@ -45,7 +46,7 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
 
     Args:
         platform: name of the platform whose arithmetic the file is for.
-        example: not used: these files have sizes.
+        example: a batch of data, which gives the sizes that the file leaves open.
 
     Raises:
         CaptureError: Nothing in the file is quantized, or an operator has no reader.
@@ -56,12 +57,15 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
         raise CaptureError("The file is not quantized", where=model.where, got=half, hint=hint)
     with model.session():
         if not model.unrunnable:
-            model.run([np.zeros([max(d, 1) for d in t.signature], np.float32) for t in model.inputs])
+            shapes = [[max(d, 1) for d in t.signature] for t in model.inputs]
+            if example is not None and any(d < 0 for t in model.inputs for d in t.signature[1:]):
+                shapes = [[1, *x.shape[1:]] for x in inputs_of(model, [example], {})]
+            model.run([np.zeros(shape, np.float32) for shape in shapes])
         facts = model.facts()
     with model.content.opened():
         try:
             reading, moved, plan = _read(model, facts, model.opens, platform)
-            opened = model.streams or not model.opens or _is_separate(model, moved.graph)
+            opened = model.streams or not model.opens or _is_separate(model, facts, moved.graph)
         except CaptureError:  # it takes the batch apart, or cannot be read at all
             opened = False
         if not opened:
@@ -75,7 +79,7 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
     notes["joined"] = {name: [names[k] for k in indices] for name, indices in reading.parts.items()}
     copies = {copy: source for copy, (source, _) in moved.copies.items() if {copy, source} <= graph.weights.keys()}
     notes["joined"] |= {copy: [source] for copy, source in copies.items()}  # with other axes for some readers
-    content, runtime = _named(model, names, notes), "tflm" if model.unrunnable else None
+    content, runtime = _named(model, facts, names, notes), "tflm" if model.unrunnable else None
     steps = model.steps if model.states else None
     return QuantizedFile(graph, plan, content, not_simulated=_not_simulated(model), runtime=runtime, steps=steps)
 
@@ -110,11 +114,12 @@ def _read(
     return reading, moved, plan
 
 
-def _is_separate(model: TfliteModel, graph: Graph) -> bool:
+def _is_separate(model: TfliteModel, facts: Facts, graph: Graph) -> bool:
     """Return whether a graph with an open batch computes of two samples what it computes of each by itself."""
     floats = {k: w.float() if w.dtype == torch.float64 else w for k, w in graph.weights.items()}  # of biases
     graph, rng = replace(graph, weights=floats), torch.Generator().manual_seed(0)
-    two = [torch.rand([2, *t.shape[1:]][: len(t.shape)], generator=rng) for t in model.inputs]
+    shapes = [facts.shapes[t.index] for t in model.inputs]
+    two = [torch.rand([2, *shape[1:]][: len(shape)], generator=rng) for shape in shapes]
     two = [(x * 256).to(getattr(torch, t.dtype)) for t, x in zip(model.inputs, two, strict=True)]
     try:
         with torch.inference_mode():
@@ -269,12 +274,14 @@ def _stored(t: Tensor, axis: int = 0) -> Stored:
     return stored_as(t.kind.lower(), t.scale.reshape(shape), zero, axis)
 
 
-def _named(model: TfliteModel, names: dict[int, str], notes: dict[str, Any]) -> bytes:
-    """Return the file with other names of tensors and with notes."""
+def _named(model: TfliteModel, facts: Facts, names: dict[int, str], notes: dict[str, Any]) -> bytes:
+    """Return the file with other names of tensors, with notes, and with sizes of inputs that its operators take."""
     with model.content.opened():
         table = model.table()
         for k, t in enumerate(table.subgraphs[0].tensors):
             t.name = names[k].encode()
+        for t in model.inputs:
+            table.subgraphs[0].tensors[t.index].shape = np.array(facts.shapes[t.index], np.int32)
         entry, content = schema.MetadataT(), schema.BufferT()
         content.data = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         table.buffers.append(content)
