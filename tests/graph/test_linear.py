@@ -177,6 +177,16 @@ def test_multiplications_of_two_values(op, shapes, count):
     assert products(graph, node) == count
 
 
+def test_multiplications_of_features_and_of_their_last_steps():
+    """8 filters of 3 numbers, each over 4 steps, whether the state is a constant or an input."""
+    weights = {"w": torch.ones(8, 3), "w_time": torch.ones(8, 4)}
+    node = Node("n", "SVDF", ("x", "w", "w_time", None, "state"), ("y",), {"rank": 2})
+    values = {k: Value(k, (None, 3)) for k in ("x", "state", "y")}
+    for more in ({}, {"state": torch.zeros(1, 32)}):
+        graph = Graph([node], ["x"], ["y"], values, weights | more)
+        assert products(graph, node) == 8 * 3 + 8 * 4
+
+
 class ConstantInput(nn.Module):
     """A transposed convolution of a constant, added to the input."""
 

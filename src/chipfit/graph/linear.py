@@ -103,9 +103,9 @@ def products(graph: Graph, node: Node) -> float:
     layer for each step. A product of two values counts the numbers of its result times the length of a sum; attention
     has two products.
     """
-    if node.facts.recurrent:
+    if node.facts.recurrent or node.op == "SVDF":
         steps = graph.shape(node.data)[1] if len(graph.shape(node.data)) == 3 else 1
-        weights = [graph.weights.get(node.operand(slot) or "") for slot in "wr"]
+        weights = [graph.weights.get(node.operand(slot) or "") for slot in ("w", "r", "w_time")]
         return float((steps or 1) * sum(w.numel() for w in weights if w is not None))
     if node.op in ("MatMul", "SDPA"):
         left, made = (math.prod(d or 1 for d in graph.shape(v)) for v in (node.data, node.output))
