@@ -107,6 +107,13 @@ def test_an_input_that_is_listed_twice_is_refused():
     refused(packed(table), "'x' is an input of the network several times")
 
 
+@pytest.mark.parametrize("k", [0, 1])
+def test_text_beside_operators_of_numbers_is_refused(k):
+    table = schema.ModelT.InitFromPackedBuf(file_of("NEG", ["x"]), 0)
+    table.subgraphs[0].tensors[k].type = schema.TensorType.STRING
+    refused(packed(table), f"Tensor '{'xy'[k]}' holds text")
+
+
 def test_a_negative_radius_is_refused():
     name, options = "LOCAL_RESPONSE_NORMALIZATION", {"LocalResponseNormalization": {"radius": -1}}
     refused(file_of(name, ["x"], (1, 2, 2, 1), **options), "radius of a normalization is negative.*Got: -1")

@@ -86,13 +86,9 @@ def _numbers(tensors: Sequence[Any], at: int) -> np.ndarray:
 
 def _check_subgraphs(table: Any, where: str) -> None:
     """Check that no subgraph calls itself, on which LiteRT would run out of stack."""
+    ends = "subgraph", "subgraphindex"
     calls = {
-        k: {
-            int(v)
-            for op in _items(g.operators)
-            for n, v in _options(op)
-            if n.lower().endswith(("subgraph", "subgraphindex"))
-        }
+        k: {int(v) for op in _items(g.operators) for n, v in _options(op) if n.lower().endswith(ends)}
         for k, g in enumerate(table.subgraphs)
     }
     try:
@@ -134,6 +130,8 @@ def _faults(t: Any, kind: str, size: int | None) -> Iterable[tuple[str, object, 
     dims = [int(d) for d in _items(t.shape)]
     if any(d < 0 for d in dims) or math.prod(dims) * _BITS.get(kind, 8) > 8 * _MOST_BYTES:
         yield "has an impossible shape", dims, f"sizes of at most {_MOST_BYTES:,} bytes together"
+    elif kind == "STRING" and size is None:  # whose memory kernels of numbers would not have
+        yield "holds text", kind, "numbers"
     elif size is not None and kind in _BITS and size != (wanted := -(-math.prod(dims) * _BITS[kind] // 8)):
         yield "does not fit its shape", f"{size:,} bytes", f"{wanted:,} for {dims} of {kind}"
 
