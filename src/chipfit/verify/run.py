@@ -266,7 +266,7 @@ class Comparator:
             else:
                 row.why = "" if q.numel() or row.elements else "empty"
                 before = unrounded if row.float_ops else None
-                row.add(codes[name], own, self.plan[name], before, lambda: self.exact()[name])
+                row.add(codes[name], own, self.plan[name], before, functools.partial(self._in_double, name))
                 return
             codes.pop(name, None)
 
@@ -290,7 +290,7 @@ class Comparator:
             if o.inner and device is not None:
                 device = device.reshape(want.shape) if device.numel() == want.numel() else None
             own = None if simulated is None else output(self.graph, self.plan, simulated, o.tensor)
-            o.add(device, want, own, lambda o=o: self.exact()[o.tensor])
+            o.add(device, want, own, functools.partial(self._in_double, o.tensor))
 
     def _compare_end_to_end(
         self, inputs: list[Tensor], label: Tensor | None, codes: Values, simulated: Values, device: Tensor
@@ -331,6 +331,10 @@ class Comparator:
             raise RuntimeUnavailable(what, hint=_OTHER_FILE) from e
         small = {k: np.asarray(x) for k, x in results.items()}  # numpy has no type of 4 bits, nor has torch
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
+
+    def _in_double(self, name: str) -> Tensor:
+        found: Tensor = self.exact()[name]
+        return found
 
     def _simulated(self, inputs: list[Tensor], **how: Any) -> dict[str, Any]:
         how |= {"kernels": self.declares.kernels, "weights": self.weights, "part": getattr(self.device, "part", None)}
