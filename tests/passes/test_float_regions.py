@@ -273,6 +273,7 @@ class Paper:
         self.assignment = SimpleNamespace(
             modes=dict(modes),
             joins={},
+            constraints=(),
             nodes={n: SimpleNamespace(exec=how) for n, how, _ in rows},
             tensors=dict.fromkeys(stored),
             quantized_outputs={n for n, how, _ in rows if how == "int"},

@@ -9,7 +9,7 @@ from torch import nn
 import chipfit
 from chipfit.decide.overrides import PARTS_ARE_LOST
 from chipfit.errors import UnsupportedError
-from tests.build import images, model_of, quantized
+from tests.build import images, model_of, quantized, sqnr_db
 
 DATA = [images(16, 24, seed=s) for s in range(2)]
 HEADS = {"trunk": nn.Conv2d(3, 12, 3, 2), "a": nn.Conv2d(12, 10, 3), "b": nn.Conv2d(12, 5, 3)}
@@ -249,3 +249,26 @@ def test_the_tensor_that_loses_a_part_is_the_most_sensitive(platform, tensor):
     result = quantized(detector(), DATA, platform, settings=chipfit.Settings(results="codes"))
     rows = result.sensitivity(DATA).rows()
     assert rows[0]["tensor"] == tensor and rows[1]["share"] < 0.01
+
+
+@pytest.mark.parametrize(
+    "platform, runtime, sharpness, exec_, db",
+    [
+        ("ort_cpu", "onnxruntime", 1.0, "float", 25),
+        ("tflite_int8", "litert", 1.0, "float", 25),
+        ("tflite_int8", "litert", 30.0, "int", 15),
+    ],
+)
+def test_a_result_on_a_dictated_scale_is_in_float_where_that_would_lose_it(platform, runtime, sharpness, exec_, db):
+    """A softmax over 484 places has a scale of 1/256: enough for one peak, but not for shares of about 0.002."""
+
+    def heatmap(m, x):
+        return torch.softmax(sharpness * m.conv(x).flatten(2), -1).reshape(x.shape[0], 2, 22, 22)
+
+    torch.manual_seed(0)
+    net = model_of(heatmap, conv=nn.Conv2d(3, 2, 3))
+    result = quantized(net, DATA, platform)
+    assert next(result.plan.nodes[n.name].exec for n in result.graph.nodes if n.op == "Softmax") == exec_
+    x = images(16, 24, seed=7)
+    assert sqnr_db(net(x).detach(), result.model(x).detach()) > db
+    assert result.verify([x], runtime=runtime).exact

@@ -5,7 +5,7 @@ No number is decided here: ranges come later, from data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,8 +69,8 @@ class Assignment:
     quantized_outputs: frozenset[str] = frozenset()  #: values whose producers output quantized values
     #: first node of a kernel with a choice -> what it can do: "codes", "float", "whole"; see `options.execution_modes`
     modes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    #: first node of a kernel that joins or rescales parts of an output, and may do so in float although no option of
-    #: its own lists that -> the result; see `passes.float_regions`
+    #: first node of a kernel that joins or rescales parts of an output, or makes one on a dictated scale, and may do so
+    #: in float although no option of its own lists that -> the result; see `passes.float_regions`
     joins: Mapping[str, str] = field(default_factory=dict)
     #: nodes whose kernels quantize their data at run time -> the format
     dynamic: Mapping[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ def assign(
         groups=tuple(groups),
         quantized_outputs=frozenset(formats.quantized_outputs),
         modes={d.group.head.name: m for d in decisions if d.integer and (m := modes.get(d.group.head.name))},
-        joins=_joins(graph, platform, decisions),
+        joins=_joins(graph, platform, decisions, {t for c in out.constraints for t, _ in c.dictated}),
         read_anything=frozenset(n.name for d in decisions if d.group.reads_anything for n in d.group.nodes),
         dynamic={d.group.head.name: d.option.dynamic for d in decisions if d.option and d.option.dynamic},
     )
@@ -152,11 +152,17 @@ def _range_choices(choices: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, "range": facts["range"] and tuple(facts["range"])}
 
 
-def _joins(graph: Graph, platform: Platform, decisions: Iterable[GroupDecision]) -> dict[str, str]:
-    """Return `Assignment.joins`: the runtime computes operators in float that the platform does not list."""
+def _joins(
+    graph: Graph, platform: Platform, decisions: Iterable[GroupDecision], dictated: Collection[str]
+) -> dict[str, str]:
+    """Return `Assignment.joins`: the runtime computes operators in float that the platform does not list.
+
+    Args:
+        dictated: results whose scales the hardware dictates, which may lose all of an output.
+    """
     if platform.unlisted not in ("float", "cpu") or (platform.place.io_out and "float" not in platform.place.io_out):
         return {}
-    joining = {n.name for n in output_joins(graph)}
+    joining = {n.name for n in output_joins(graph, dictated)}
     open_ = (d.group for d in decisions if d.integer and not is_overridden(d.group))
     return {g.head.name: g.tail.output for g in open_ if g.head.name in joining}
 

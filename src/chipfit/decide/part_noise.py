@@ -14,7 +14,7 @@ from chipfit.calibration.histogram import Histogram
 from chipfit.decide.assignment import Assignment
 from chipfit.engine.parts import Gain, part_gains
 from chipfit.graph.ir import Graph
-from chipfit.quantizers.grids import Grid
+from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.noise import decibels
 from chipfit.ranges import choose
 from chipfit.ranges.qparams import QParams
@@ -47,6 +47,21 @@ def parts_on_grid(
             levels = (seen.high - seen.low) / float(on.scale)
             out.append(PartOnGrid(name, levels, _noise(seen, on, grid), _noise(seen, choose(seen, own), own)))
     return out
+
+
+def on_dictated_scale(value: str, seen: TensorStats, q: QParams, grid: Grid) -> PartOnGrid:
+    """Return a value on a grid whose scale the hardware dictates; errors are relative to its mean square.
+
+    A scale of 1/256 keeps a softmax that is sure of one class, and loses one that spreads over a thousand.
+    """
+    levels = (seen.high - seen.low) / float(q.scale)
+    if seen.histogram is None or not bool(seen.histogram.counts.any()):
+        return PartOnGrid(value, levels, 0.0, 0.0)
+    x, p = seen.histogram.centers, seen.histogram.counts
+    rounded = fake_quantize(x, q.scale, q.zero_point, grid)
+    own = (squared_errors(seen.histogram, choose(seen, grid), grid) * p).sum()
+    power = max(float((x.square() * p).sum()), 1e-30)
+    return PartOnGrid(value, levels, float(((x - rounded).square() * p).sum()) / power, float(own) / power)
 
 
 def _before_gain(q: QParams, gain: Gain) -> QParams:

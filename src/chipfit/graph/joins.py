@@ -4,7 +4,7 @@ A constant behind the join changes the magnitude of each part, as in a head that
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from chipfit.graph.ir import Graph, Node
 
@@ -61,8 +61,12 @@ def makes_parts(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool
     return is_join(node) or (rescaled_from(graph, node) is not None and len(parts(graph, node.output, producers)) > 1)
 
 
-def output_joins(graph: Graph) -> list[Node]:
-    """Return the operators that join or rescale parts of an output of the model, behind operators that move numbers."""
+def output_joins(graph: Graph, also: Collection[str] = ()) -> list[Node]:
+    """Return the operators that join or rescale parts of an output of the model, behind operators that move numbers.
+
+    Args:
+        also: results whose operators are returned, too, if they are an output.
+    """
     producers, left, out = graph.producers(), [*graph.outputs], dict[str, Node]()
     while left:
         node = producers.get(left.pop())
@@ -71,6 +75,8 @@ def output_joins(graph: Graph) -> list[Node]:
         if makes_parts(graph, node, producers):
             out[node.name] = node
             left += graph.activations(node)
+        elif node.output in also:
+            out[node.name] = node
         elif before := moved_from(graph, node):
             left.append(before)
     return [n for n in graph.nodes if n.name in out]

@@ -21,11 +21,12 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.part_noise import PartOnGrid, describe, parts_on_grid, squared_errors
+from chipfit.decide.part_noise import PartOnGrid, describe, on_dictated_scale, parts_on_grid, squared_errors
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
+from chipfit.ranges.qparams import QParams
 from chipfit.registry import Setting, register
 
 #: conversions that cost as much as rounding one number with an error of the variance of its value
@@ -71,23 +72,28 @@ def float_regions(
     listed = [chosen[k] for k in assignment.modes]
     counted = f"{sum(mode != 'codes' for mode in listed)} of {len(listed)} kernels that can output integers or floats"
     why = [f"{counted} output floats: fewer conversions and less error; Settings(results=...) overrides it"]
-    apart = [k for k in lost if changed.get(k) == "whole"]
+    apart = [k for k in lost if k in assignment.joins and changed.get(k) == "whole"]
     joined = [f"'{assignment.joins[k]}' is computed in float: {describe(lost[k])}" for k in apart]
     return changed | dict.fromkeys(apart, "apart"), why * bool(listed) + joined
 
 
 def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> dict[str, PartOnGrid]:
-    """Return the first node of each kernel of `assignment.joins` -> the part that its grid rounds most.
+    """Return the first node of each kernel that may run in float for it -> the part that its grid rounds most.
 
+    The kernel joins parts of an output, or the hardware dictates the scale of its result, which is then the only part.
     Kernels are left out whose parts are rounded about as well as by grids of their own, so that the conversions of a
-    join in float would cost more.
+    kernel in float would cost more.
     """
-    out = {}
-    for kernel, value in assignment.joins.items():
+    dictated, out = dict(pair for c in assignment.constraints for pair in c.dictated), {}
+    scaled = (n for n in graph.nodes if n.output in dictated and "whole" in assignment.modes.get(n.name, ()))
+    for kernel, value in ({n.name: n.output for n in scaled} | dict(assignment.joins)).items():
         slot, seen = assignment.tensors.get(value), stats.get(value)
         if slot is not None and seen is not None:
             grid = slot.grid(signed=seen.low < 0)
-            found = parts_on_grid(graph, assignment, stats, value, choose(seen, grid), grid)
+            if value in dictated:
+                found = [on_dictated_scale(value, seen, QParams(*map(torch.tensor, dictated[value])), grid)]
+            else:
+                found = parts_on_grid(graph, assignment, stats, value, choose(seen, grid), grid)
             worst = max(found, key=lambda p: p.noise - p.own_noise, default=None)
             if worst is not None and NOISE_COST * (worst.noise - worst.own_noise) > _CONVERSIONS:
                 out[kernel] = worst
