@@ -58,6 +58,22 @@ def inferred(graph: Graph, op: str, inputs: Sequence[str | None], attrs: dict[st
         raise Unreadable(short_message(e)) from e
 
 
+def split_padding(
+    padding: Sequence[tuple[int, int]], sizes: Sequence[int | None]
+) -> tuple[list[tuple[int, int, int]], tuple[tuple[int, int], ...]]:
+    """Return (axis, start, end) of what negative padding keeps, and the padding that is left.
+
+    Along an axis of open size, padding stays as it is.
+
+    >>> split_padding([(0, 0), (-1, 2)], [8, 5])
+    ([(1, 1, 5)], ((0, 0), (0, 2)))
+    """
+    ends = list(enumerate(zip(padding, sizes, strict=True)))
+    cuts = [(k, max(-a, 0), n - max(-b, 0)) for k, ((a, b), n) in ends if min(a, b) < 0 and n is not None]
+    rest = (((a, b) if n is None else (max(a, 0), max(b, 0))) for _, ((a, b), n) in ends)
+    return cuts, tuple(rest)
+
+
 def mixes_samples(graph: Graph) -> bool:
     """Return whether a layer computes one sample, along the only open axis, from others: it holds steps, or tokens."""
 

@@ -151,6 +151,7 @@ CANONICAL = {
     "no sum": ("Einsum", {"equation": "bi,bj->bij"}, [(2, 3), (2, 4)], []),
     "a slice backwards": ("Slice", {}, [(2, 5, 6)], [[-1, 4], [-(2**62), 0], [1, 2], [-1, -2]]),
     "a border of the other end": ("Pad", {"mode": "wrap"}, [(2, 3, 4)], [[0, 1, 0, 0, 2, 3]]),
+    "a border that is cut off": ("Pad", {}, [(2, 3, 4)], [[0, -1, 0, 0, 1, -2]]),
     "patches as an image": ("Col2Im", {"strides": [2, 3]}, [(2, 18, 4)], [[4, 6], [2, 3]]),
     "entries of two axes": ("GatherND", {}, [(3, 4, 2)], [[[2, 1], [0, -1], [1, 3]]]),
     "rows": ("GatherND", {}, [(5, 2)], [[[2], [0], [-1]]]),

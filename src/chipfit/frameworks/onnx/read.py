@@ -13,7 +13,7 @@ import torch
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.model import domain_of
-from chipfit.frameworks.reading import Unreadable, present, require
+from chipfit.frameworks.reading import Unreadable, present, require, split_padding
 from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, read_column
 
 Reader = Callable[[OnnxCall], Any]
@@ -222,7 +222,13 @@ def _pad(c: OnnxCall) -> Any:
     if mode == "wrap":
         return _wrapped(c, x, pairs)
     value = value[0] if isinstance(value, list) else value
-    return c.emit("Pad", [x], padding=tuple(pairs), mode=modes[mode], value=float(value or 0))
+    sizes = zip(*(m.shape for m in x.metas), strict=True)
+    cuts, padding = split_padding(pairs, [size[0] if len({*size}) == 1 else None for size in sizes])
+    for axis, start, end in cuts:
+        x = c.step("Slice", [x], axis=axis, start=start, end=end, step=1)
+    if cuts and not any(map(any, padding)):
+        return x
+    return c.emit("Pad", [x], padding=padding, mode=modes[mode], value=float(value or 0))
 
 
 def _wrapped(c: OnnxCall, x: Operand, pairs: Sequence[tuple[int, int]]) -> Operand:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from chipfit.files import package_data
-from chipfit.frameworks.reading import Unreadable, per_axis, present, require
+from chipfit.frameworks.reading import Unreadable, per_axis, present, require, split_padding
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
 from chipfit.operators.table import OPS, attribute_words, enters, read_column
@@ -147,6 +147,8 @@ def _matmul(c: TorchCall) -> Any:
 
 @reads("add sub")
 def _add(c: TorchCall) -> Any:
+    if c.result.dtype is torch.bool:
+        return _bitwise(c)
     if (x := _plus_nothing(c)) is not None:
         return x
     alpha, a = c.static("alpha"), c.number_or_value("self")
@@ -215,6 +217,46 @@ def _near_zero(c: TorchCall) -> Any:
     if c.name == "log1p":
         return c.emit("Log", [c.step("Add", [x, c.constant(1.0)])])
     return c.emit("Sub", [c.step("Exp", [x]), c.constant(1.0)])
+
+
+@reads("trunc fix frac")
+def _truncated(c: TorchCall) -> Any:
+    """Read x without its fraction, or the fraction."""
+    x = c.value("self")
+    whole = _towards_zero(c, x)
+    return c.emit("Sub", [x, c.step("Mul", whole, c.result)]) if c.name == "frac" else c.emit("Mul", whole)
+
+
+def _towards_zero(c: TorchCall, x: str) -> list[str]:
+    """Return the factors floor(|x|) and sign(x) of x without its fraction."""
+    like = c.result
+    require(like.dtype.is_floating_point)
+    return [c.step("Floor", [c.step("Abs", [x], like)], like), c.step("Sign", [x], like)]
+
+
+@reads("floor_divide")
+def _floor_divide(c: TorchCall) -> Any:
+    """Read a quotient of floats that is rounded down, or towards zero."""
+    require(c.result.dtype.is_floating_point)
+    quotient = c.step("Div", [c.number_or_value("self"), c.number_or_value("other")], c.result)
+    truncates = c.static("rounding_mode") == "trunc"
+    return c.emit("Mul", _towards_zero(c, quotient)) if truncates else c.emit("Floor", [quotient])
+
+
+@reads("fmod")
+def _remainder(c: TorchCall) -> Any:
+    """Read a remainder with the sign of the dividend: sign(a) (|a| mod |b|)."""
+    a, b = c.number_or_value("self"), c.number_or_value("other")
+    like, by = (c.tensor(k) if isinstance(c.args[k], torch.fx.Node) else c.result.new_empty(()) for k in c.args)
+    rest = c.step("Mod", [c.step("Abs", [a], like), c.step("Abs", [b], by)], c.result)
+    return c.emit("Mul", [rest, c.step("Sign", [a], like)])
+
+
+@reads("hypot")
+def _hypotenuse(c: TorchCall) -> Any:
+    """Read a hypotenuse as the root of the sum of two squares."""
+    squares = [c.step("Mul", [c.value(k)] * 2, c.tensor(k)) for k in ("self", "other")]
+    return c.emit("Sqrt", [c.step("Add", squares, c.result)])
 
 
 @reads("masked_fill")
@@ -325,9 +367,10 @@ _REDUCTIONS = {"mean": "Mean", "sum": "Sum", "amax": "ReduceMax", "amin": "Reduc
 def _reduce(c: TorchCall) -> Any:
     x, axes, keep = c.tensor("self"), c.static("dim"), bool(c.static("keepdim"))
     axes = tuple(range(x.dim())) if axes in (None, ()) else tuple(a % x.dim() for a in per_axis(axes, 1))
-    require(c.args.get("dtype") in (None, x.dtype) and (x.dtype is not torch.bool or c.name != "sum"))
+    require(c.args.get("dtype") in (None, x.dtype))
+    data = c.cast_to_result("self") if x.dtype is torch.bool and c.name == "sum" else c.value("self")
     if c.name != "mean" or x.dim() != 4 or sorted(axes) != [2, 3]:
-        return c.emit(_REDUCTIONS[c.name], [c.value("self")], axes=axes, keepdims=keep)
+        return c.emit(_REDUCTIONS[c.name], [data], axes=axes, keepdims=keep)
     if keep:
         return c.emit("GlobalAvgPool", [c.value("self")])
     return c.emit("Reshape", [c.step("GlobalAvgPool", [c.value("self")])], shape=_reshape_target(c.result.shape))
@@ -508,12 +551,21 @@ def _one_hot(c: TorchCall) -> Any:
     return c.emit("Cast", [c.step("Equal", [wide, classes])], dtype="int64")
 
 
+_LOGICAL = {"and": "And", "mul": "And", "or": "Or", "add": "Or", "not": "Not"}
+
+
 @reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")
 def _bitwise(c: TorchCall) -> Any:
-    """Read bitwise operators of booleans as logical ones."""
+    """Read bitwise operators, products and sums of booleans as logical ones."""
     require(c.result.dtype is torch.bool)
     slots = [c.value(k) for k in ("self", "other") if k in c.args]
-    return c.emit(f"Logical{c.name.strip('_').removeprefix('bitwise_').capitalize()}", slots)
+    return c.emit(f"Logical{_LOGICAL[c.name.strip('_').removeprefix('bitwise_')]}", slots)
+
+
+@reads("isnan")
+def _is_nan(c: TorchCall) -> Any:
+    """Read NaN as what does not equal itself."""
+    return c.emit("LogicalNot", [c.step("Equal", [c.value("self")] * 2, c.result)])
 
 
 # ---------------------------------------------------------------- moving data
@@ -669,7 +721,14 @@ def _pad(c: TorchCall) -> Any:
     mode, value = modes[c.name.partition("_")[0]], float(c.static("value") or 0.0)
     if mode == "circular":
         return _wrapped(c, padding)
-    return c.emit("Pad", [c.value("self")], padding=padding, mode=mode, value=value)
+    x, like = c.value("self"), c.tensor("self")
+    cuts, padding = split_padding(padding, [s if isinstance(s, int) else None for s in like.shape])
+    for axis, start, end in cuts:
+        like = like.new_empty((*like.shape[:axis], end - start, *like.shape[axis + 1 :]))
+        x = c.step("Slice", [x], like, axis=axis, start=start, end=end, step=1)
+    if cuts and not any(map(any, padding)):
+        return x
+    return c.emit("Pad", [x], padding=padding, mode=mode, value=value)
 
 
 def _wrapped(c: TorchCall, padding: Sequence[tuple[int, int]]) -> Any:
@@ -919,4 +978,15 @@ def _divided(read: Reader) -> Reader:
     return read_pool
 
 
+def _rounded(read: Reader) -> Reader:
+    """Return the reader of quotients, which may be rounded."""
+    return lambda c: read(c) if c.static("rounding_mode") is None else _floor_divide(c)
+
+
+def _of_numbers(read: Reader) -> Reader:
+    """Return the reader of products, of which those of booleans are logical."""
+    return lambda c: _bitwise(c) if c.result.dtype is torch.bool else read(c)
+
+
 READERS |= {name: _divided(READERS[name]) for name in ("avg_pool2d", "avg_pool3d")}
+READERS |= {"mul": _of_numbers(READERS["mul"]), "div": _rounded(READERS["div"])}
