@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from chipfit.errors import RefusedCall
 from chipfit.files import package_data
 from chipfit.frameworks.reading import Unreadable, per_axis, present, require, split_padding
 from chipfit.frameworks.torch.call import TorchCall
@@ -97,6 +98,8 @@ def enter_cell(
 
 @reads("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
 def _conv(c: TorchCall) -> Any:
+    if not isinstance(c.args.get("groups", 1), int):  # as in correlations of samples with templates of their own
+        raise RefusedCall("The groups of a convolution follow the number of samples")
     x, w = c.tensor("input"), c.tensor("weight")
     n = w.dim() - 2
     require(x.dim() == w.dim())  # else it has no batch axis
