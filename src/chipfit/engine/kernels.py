@@ -81,6 +81,11 @@ def prelu(x: Tensor, w: Tensor) -> Tensor:
     return F.prelu(x, w) if w.dim() < 2 else torch.where(x > 0, x, x * w)
 
 
+def floor_divide(x: Tensor, y: Tensor) -> Tensor:
+    """Round a quotient down, as runtimes do; `torch.floor_divide` rounds that of the exact numbers."""
+    return torch.floor(x / y) if torch.is_floating_point(x) else torch.floor_divide(x, y)
+
+
 def curve(x: Tensor, *, steps: str) -> Tensor:
     """Compute a function of each element by its steps."""
     result: Tensor = compute(steps, x, KERNELS.__getitem__, partial(torch.tensor, dtype=x.dtype, device=x.device))
@@ -218,7 +223,7 @@ _BY_NAME: dict[str, Kernel] = {
     "expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
     "reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
     **by_name(
-        *(conv, conv_transpose, prelu, curve, max_pool, avg_pool, reduce_prod, pad, top_k, resize),
+        *(conv, conv_transpose, prelu, floor_divide, curve, max_pool, avg_pool, reduce_prod, pad, top_k, resize),
         *(unsqueeze, gather, strided_slice),
     ),
 }

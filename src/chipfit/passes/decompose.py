@@ -173,6 +173,11 @@ def _divide(new: NewNodes, n: Node) -> str:
     return new("Mul", n.data, new.constant((1 / by.detach().double()).to(by.dtype)), gives=new.shape(n.output))
 
 
+def _floor_divide(new: NewNodes, n: Node) -> str:
+    new.require(new.graph.is_float(n.output), "its operands are integers, which files divide towards zero")
+    return new("Floor", new("Div", *n.inputs, gives=new.shape(n.output)))
+
+
 def _reduce_l2(new: NewNodes, n: Node) -> str:
     return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
 
@@ -483,7 +488,7 @@ _BY_NAME: dict[str, Rule] = {
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
 } | by_name(
-    *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _adaptive, _split_groups),
+    *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _floor_divide, _adaptive, _split_groups),
     *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _resize, _space_to_depth),
     *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn),
 )

@@ -32,11 +32,10 @@ NOT_READ = {
     "Size": "read where a constant is repeated for each sample, see `test_capture`",
     "AdaptiveAvgPool": "Keras's own stays opaque",
     "AdaptiveMaxPool": "Keras's own stays opaque",
-    "GatherElements": "Keras's own stays opaque",
     "ChannelShuffle": "Keras has no such layer; models reshape and transpose",
 }
 #: operators that no graph of a Keras model holds, and no Keras model computes
-NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "GatherElements", "ChannelShuffle"}
+NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "ChannelShuffle"}
 NO_LOWERING |= {"SVDF"}
 #: first expressions of each class that is read
 EXPRESSIONS = {" ".join(key): cases[0] for key, cases in CASES.items()}

@@ -521,7 +521,6 @@ NEVER = {
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
     "SVDF": "TensorFlow Lite's own; its files are read",
     "Identity": "torch.export leaves no identities; other readers keep them",
-    "FloorDiv": "torch's stays opaque; Keras's is read",
 }
 
 

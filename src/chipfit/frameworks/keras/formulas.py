@@ -5,11 +5,13 @@ tensors, whose sizes other than the batch are known; an error in it leaves the o
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from keras import ops
+
+from chipfit.graph.einsum import letters_of
 
 Formula = Callable[..., Any]
 
@@ -23,6 +25,13 @@ def _var(o: Any, x: Any) -> Any:
     """mean((x - mean)^2)"""
     away = x - ops.mean(x, _axes(o.axis, x), keepdims=True)
     return ops.mean(away * away, _axes(o.axis, x), keepdims=o.keepdims)
+
+
+def _moments(o: Any, x: Any) -> list[Any]:
+    axes = tuple(o.axes)
+    mean = ops.mean(x, axes, keepdims=True)
+    both = [mean, ops.mean((x - mean) * (x - mean), axes, keepdims=True)]
+    return both if o.keepdims else [ops.squeeze(v, axes) for v in both]
 
 
 def _log_sum_exp(o: Any, x: Any) -> Any:
@@ -66,7 +75,7 @@ def _glu(o: Any, x: Any) -> Any:
 
 def _log_of_sum(o: Any, a: Any, b: Any) -> Any:
     top = ops.maximum(a, b)
-    return top + ops.log(ops.exp(a - top) + ops.exp(b - top))
+    return top + ops.log(ops.exp(ops.subtract(a, top)) + ops.exp(ops.subtract(b, top)))
 
 
 def _filled(value: float) -> Formula:
@@ -174,15 +183,140 @@ def _stft(o: Any, x: Any) -> Any:
     return ops.split(ops.reshape(y, (-1, *outer, *y.shape[2:])), 2, -1)
 
 
-def _contracted(o: Any, a: Any, b: Any) -> Any:
-    """the product of two matrices: the last axes of one operand and the first ones of the other are summed over"""
-    n = o.axes if isinstance(o.axes, int) else 0
-    if not 0 < n < len(a.shape):
+def _contracted(a: Any, b: Any, of_a: Sequence[int], of_b: Sequence[int]) -> Any:
+    """Return the sum of products over pairs of axes, as an einsum."""
+    a_letters, free = [chr(97 + k) for k in range(len(a.shape))], iter("ABCDEFGHIJ")
+    pairs = {k % len(b.shape): a_letters[i] for i, k in zip(of_a, of_b, strict=True)}
+    b_letters = [pairs.get(k) or next(free) for k in range(len(b.shape))]
+    kept = [c for c in [*a_letters, *b_letters] if c not in pairs.values()]
+    return _einsum_of(a, b, "".join(a_letters), "".join(b_letters), "".join(kept))
+
+
+def _tensordot(o: Any, a: Any, b: Any) -> Any:
+    rank = len(a.shape)
+    n = o.axes if isinstance(o.axes, int) else None
+    of_a, of_b = o.axes if n is None else (range(rank - n, rank), range(n))
+    of_a, of_b = ([k] if isinstance(k, int) else list(k) for k in (of_a, of_b))
+    return _contracted(a, b, of_a, of_b)
+
+
+def _einsum_of(a: Any, b: Any, left: str, right: str, result: str) -> Any:
+    """Return an einsum of two operands as one matrix product."""
+    letters = letters_of(left, right, result)
+    batch, summed, first, second = letters
+    if len({*left}) < len(left) or len({*right}) < len(right) or sorted(result) != sorted([*batch, *first, *second]):
         raise NotImplementedError
-    left, right = a.shape[1 : len(a.shape) - n], b.shape[n:]
-    wide = math.prod(b.shape[:n])
-    product = ops.matmul(ops.reshape(a, (-1, *left, wide)), ops.reshape(b, (wide, -1)))
-    return ops.reshape(product, (-1, *left, *right))
+    size = {c: -1 if n is None else n for c, n in zip(left + right, (*a.shape, *b.shape), strict=True)}
+    rows = [first] if batch else [[c] for c in first]  # the batch keeps an axis of its own
+    x, y = _with_axes(a, left, size, batch, *rows, summed), _with_axes(b, right, size, batch, summed, second)
+    product = ops.matmul(x, y) if summed else ops.multiply(x, y)
+    made = [*batch, *first, *second]
+    return _transposed(ops.reshape(product, [size[c] for c in made]), [made.index(c) for c in result])
+
+
+def _with_axes(x: Any, names: str, size: Mapping[str, int], *groups: Sequence[str]) -> Any:
+    """Return a tensor with one axis for each letter of the first group, and one for each further group."""
+    ordered = _transposed(x, [names.index(c) for group in groups for c in group])
+    wide = [-1 if any(size[c] < 0 for c in group) else math.prod(size[c] for c in group) for group in groups[1:]]
+    return ops.reshape(ordered, [*(size[c] for c in groups[0]), *wide])
+
+
+def _transposed(x: Any, perm: Sequence[int]) -> Any:
+    return x if [*perm] == sorted(perm) else ops.transpose(x, perm)
+
+
+def _einsum(o: Any, a: Any, b: Any) -> Any:
+    ins, _, result = o.subscripts.replace(" ", "").partition("->")
+    return _einsum_of(a, b, *ins.split(","), result)
+
+
+def _average(o: Any, x: Any, weights: Any = None) -> Any:
+    """sum(x w) / sum(w)"""
+    if weights is None:
+        return ops.mean(x, o.axis)
+    w = np.asarray(ops.convert_to_numpy(weights))
+    (axis,) = _axes(o.axis, x)
+    return ops.sum(x * np.reshape(w / w.sum(), (-1, *[1] * (len(x.shape) - 1 - axis))).astype(x.dtype), axis)
+
+
+def _select(o: Any, conditions: Sequence[Any], choices: Sequence[Any], default: Any = 0) -> Any:
+    """the choice of the first condition that holds"""
+    y = default
+    for condition, choice in zip(reversed(conditions), reversed(choices), strict=True):
+        y = ops.where(condition, choice, y)
+    return y
+
+
+def _split(o: Any, x: Any) -> Any:
+    """parts along an axis, of which the first ones have one element more where it does not divide"""
+    n, parts = x.shape[o.axis], o.indices_or_sections
+    if isinstance(parts, int):
+        parts = [k * (n // parts) + min(k, n % parts) for k in range(1, parts)]
+    return ops.split(x, list(parts), o.axis)
+
+
+def _rotated(o: Any, x: Any) -> Any:
+    """quarter turns from the first towards the second of two axes"""
+    first, second = (a % len(x.shape) for a in o.axes)
+    turns = o.k % 4
+    if turns == 2:
+        return ops.flip(ops.flip(x, first), second)
+    x = ops.flip(x, second) if turns == 1 else x
+    x = ops.swapaxes(x, first, second) if turns else x
+    return ops.flip(x, second) if turns == 3 else x
+
+
+def _differences(o: Any, x: Any) -> Any:
+    for _ in range(o.n):
+        ends = [(*[slice(None)] * (o.axis % len(x.shape)), k) for k in (slice(1, None), slice(None, -1))]
+        x = x[ends[0]] - x[ends[1]]
+    return x
+
+
+def _diagonal(o: Any, x: Any) -> Any:
+    """the elements whose numbers in two axes differ by the offset, along a last axis"""
+    x = ops.moveaxis(x, (o.axis1, o.axis2), (-2, -1))
+    n, m = x.shape[-2:]
+    places = [k * m + k + o.offset for k in range(n) if 0 <= k + o.offset < m]
+    return ops.take(ops.reshape(x, (-1, *x.shape[1:-2], n * m)), np.array(places), -1)
+
+
+def _cropped(o: Any, x: Any) -> Any:
+    """a part of images: what is not given on one side follows from the size of the result"""
+    first = 1 if o.data_format == "channels_last" else len(x.shape) - 2
+    given = (o.top_cropping, o.bottom_cropping, o.target_height), (o.left_cropping, o.right_cropping, o.target_width)
+    part: list[Any] = [slice(None)] * first
+    for size, (before, after, want) in zip(x.shape[first:], given, strict=False):
+        start = size - after - want if before is None else before
+        part.append(slice(start, start + want if want is not None else size - after))
+    return x[tuple(part)]
+
+
+def _gray(o: Any, x: Any) -> Any:
+    """the weighted sum of red, green and blue"""
+    weights = np.array([0.2989, 0.587, 0.114], x.dtype)
+    if o.data_format == "channels_last":
+        return ops.matmul(x, weights[:, None])
+    return ops.sum(x * weights[:, None, None], -3, keepdims=True)
+
+
+def _normalized(o: Any, x: Any, mean: Any, variance: Any, offset: Any = None, scale: Any = None) -> Any:
+    """(x - mean) scale / sqrt(variance + epsilon) + offset"""
+
+    def along(v: Any) -> Any:
+        rank = len(x.shape)
+        return np.reshape(ops.convert_to_numpy(v), [-1 if a == o.axis % rank else 1 for a in range(rank)])
+
+    y = (x - along(mean)) * ((1.0 if scale is None else along(scale)) / np.sqrt(along(variance) + o.epsilon))
+    return y if offset is None else y + along(offset)
+
+
+def _number(o: Any, x: Any) -> Any:
+    """NaN and infinities by numbers"""
+    most = float(np.finfo(x.dtype).max)
+    x = ops.where(ops.equal(x, x), x, float(o.nan))
+    x = ops.where(x > most, most if o.posinf is None else float(o.posinf), x)
+    return ops.where(x < -most, -most if o.neginf is None else float(o.neginf), x)
 
 
 def _median(o: Any, x: Any) -> Any:
@@ -229,7 +363,33 @@ FORMULAS: Mapping[str, Formula] = {
     **dict.fromkeys(("LSTM", "GRU", "SimpleRNN", "RNN", "ConvLSTM1D", "ConvLSTM2D", "ConvLSTM3D"), _unrolled),
     "ExtractPatches": _patches,
     "STFT": _stft,
-    "Tensordot": _contracted,
+    "Tensordot": _tensordot,
+    "Einsum": _einsum,
+    "Dot": lambda o, a, b: _contracted(a, b, [-1 % len(a.shape)], [max(len(b.shape) - 2, 0)]),
+    "Inner": lambda o, a, b: _contracted(a, b, [-1 % len(a.shape)], [-1]),
+    "Average": _average,
+    "Moments": _moments,
+    "Select": _select,
+    "Hstack": lambda o, xs: ops.concatenate(xs, 1 if len(xs[0].shape) > 1 else 0),
+    "ArraySplit": _split,
+    "Rot90": _rotated,
+    "Diff": _differences,
+    "Diagonal": _diagonal,
+    "Trace": lambda o, x: ops.sum(_diagonal(o, x), -1),
+    "CropImages": _cropped,
+    "RGBToGrayscale": _gray,
+    "BatchNorm": _normalized,
+    "SeparableConv": lambda o, x, depthwise, pointwise: ops.conv(
+        ops.depthwise_conv(x, depthwise, o.strides, o.padding, o.data_format, o.dilation_rate),
+        pointwise,
+        data_format=o.data_format,
+    ),
+    "Trunc": lambda o, x: ops.sign(x) * ops.floor(ops.abs(x)),
+    "Cbrt": lambda o, x: ops.sign(x) * ops.power(ops.abs(x), 1 / 3),
+    "Isnan": lambda o, x: ops.not_equal(x, x),
+    "Isfinite": lambda o, x: ops.abs(x) <= float(np.finfo(x.dtype).max),
+    "NanToNum": _number,
+    "LogicalXor": lambda o, a, b: ops.not_equal(a, b),
     # for these, keras.ops.adaptive_average_pool and adaptive_max_pool infer a wrong shape on symbolic tensors
     **{f"AdaptiveAveragePooling{k}D": _adaptive(ops.average_pool, ops.mean) for k in (1, 2, 3)},
     **{f"AdaptiveMaxPooling{k}D": _adaptive(ops.max_pool, ops.max) for k in (1, 2, 3)},

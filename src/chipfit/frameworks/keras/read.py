@@ -601,6 +601,20 @@ def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
     return r.step("Transpose", [x], part, perm=tuple(perm))
 
 
+@reads("", "LayerNorm")
+def _layer_norm(r: KerasCall, x: Value, gamma: Any = None, beta: Any = None) -> Value:
+    """Read the function of a normalisation layer over the last axis."""
+    require(r.op.axis in (-1, len(x.shape) - 1) and not getattr(r.op, "rms_scaling", False))
+    parameters = [None if p is None else r.operand(p) for p in (gamma, beta)]
+    eps = float(keras.config.epsilon() if r.op.epsilon is None else r.op.epsilon)
+    return r.emit(type(r.op).__name__, [x, *parameters], normalized_shape=(_integer(x.shape[-1]),), eps=eps)
+
+
+@reads("", "RMSNorm")
+def _rms_norm(r: KerasCall, x: Value, scale: Any = None) -> Value:
+    return _layer_norm(r, x, np.ones(_integer(x.shape[-1])) if scale is None else scale)
+
+
 # ---------------------------------------------------------------- moving and looking up values
 
 
@@ -755,6 +769,15 @@ def _take(r: KerasCall, x: Any, indices: Any) -> Value:
     require(np.issubdtype(places.dtype, np.integer))
     places = places % _integer(x.shape[r.op.axis])
     return r.emit("Gather", [x, r.operand(places, "int64")], axis=r.op.axis % len(x.shape))
+
+
+@reads("", "TakeAlongAxis")
+def _take_along(r: KerasCall, x: Any, indices: Any) -> Value:
+    """Read an index for each element, where data and indices have as many elements along the other axes."""
+    axis, index = r.op.axis % len(r.shape), r.operand(indices, "int64")
+    pairs = zip(x.shape, indices.shape, strict=True)
+    require(all(k == axis or a == b for k, (a, b) in enumerate(pairs)))
+    return r.emit("GatherElements", [r.operand(x), index], axis=axis)
 
 
 @reads("", "BroadcastTo")

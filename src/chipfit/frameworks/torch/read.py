@@ -150,8 +150,6 @@ def _matmul(c: TorchCall) -> Any:
 
 @reads("add sub")
 def _add(c: TorchCall) -> Any:
-    if c.result.dtype is torch.bool:
-        return _bitwise(c)
     if (x := _plus_nothing(c)) is not None:
         return x
     alpha, a = c.static("alpha"), c.number_or_value("self")
@@ -240,10 +238,11 @@ def _towards_zero(c: TorchCall, x: str) -> list[str]:
 @reads("floor_divide")
 def _floor_divide(c: TorchCall) -> Any:
     """Read a quotient of floats that is rounded down, or towards zero."""
+    operands = [c.number_or_value("self"), c.number_or_value("other")]
+    if c.static("rounding_mode") == "trunc":
+        return c.emit("Mul", _towards_zero(c, c.step("Div", operands, c.result)))
     require(c.result.dtype.is_floating_point)
-    quotient = c.step("Div", [c.number_or_value("self"), c.number_or_value("other")], c.result)
-    truncates = c.static("rounding_mode") == "trunc"
-    return c.emit("Mul", _towards_zero(c, quotient)) if truncates else c.emit("Floor", [quotient])
+    return c.emit("FloorDiv", operands)
 
 
 @reads("fmod")
@@ -554,15 +553,12 @@ def _one_hot(c: TorchCall) -> Any:
     return c.emit("Cast", [c.step("Equal", [wide, classes])], dtype="int64")
 
 
-_LOGICAL = {"and": "And", "mul": "And", "or": "Or", "add": "Or", "not": "Not"}
-
-
 @reads("__and__ __or__ bitwise_and bitwise_or bitwise_not")
 def _bitwise(c: TorchCall) -> Any:
-    """Read bitwise operators, products and sums of booleans as logical ones."""
+    """Read bitwise operators of booleans as logical ones."""
     require(c.result.dtype is torch.bool)
     slots = [c.value(k) for k in ("self", "other") if k in c.args]
-    return c.emit(f"Logical{_LOGICAL[c.name.strip('_').removeprefix('bitwise_')]}", slots)
+    return c.emit(f"Logical{c.name.strip('_').removeprefix('bitwise_').capitalize()}", slots)
 
 
 @reads("isnan")
@@ -986,10 +982,5 @@ def _rounded(read: Reader) -> Reader:
     return lambda c: read(c) if c.static("rounding_mode") is None else _floor_divide(c)
 
 
-def _of_numbers(read: Reader) -> Reader:
-    """Return the reader of products, of which those of booleans are logical."""
-    return lambda c: _bitwise(c) if c.result.dtype is torch.bool else read(c)
-
-
 READERS |= {name: _divided(READERS[name]) for name in ("avg_pool2d", "avg_pool3d")}
-READERS |= {"mul": _of_numbers(READERS["mul"]), "div": _rounded(READERS["div"])}
+READERS["div"] = _rounded(READERS["div"])
