@@ -7,8 +7,8 @@ from typing import Any
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
 
-#: operators of numbers that are logical ones of booleans
-_OF_BOOLEANS = {"Mul": "LogicalAnd", "Add": "LogicalOr"}
+#: operators of numbers that are logical ones of booleans -> the end of their name
+_LOGICAL = {"Mul": "And", "Add": "Or"}
 
 Outputs = Sequence[tuple[Sequence[int | None], str]]  #: shape and dtype of each output
 
@@ -52,7 +52,7 @@ class GraphBuilder:
             inputs: by slot; None for an absent one.
             outs: shape and dtype of each output.
         """
-        op = _OF_BOOLEANS.get(op, op) if outs[0][1] == "bool" else op
+        op = f"Logical{_LOGICAL[op]}" if op in _LOGICAL and outs[0][1] == "bool" else op
         name = self.fresh(name)
         names = [name] if len(outs) == 1 else [self.fresh(f"{name}.{i}") for i in range(len(outs))]
         values = [self.value(n, *out) for n, out in zip(names, outs, strict=True)]

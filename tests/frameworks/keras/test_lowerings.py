@@ -135,6 +135,7 @@ CASES = [
     ("Slice", [IMAGE], {"axis": 1, "start": 1, "end": None, "step": 2}),
     ("Select", [IMAGE], {"axis": 2, "index": -1}),
     ("Gather", [ROWS, W(3, "int")], {"axis": 1}),
+    ("GatherElements", [(3, 4, 8), (3, 4, 2, "int")], {"axis": 2}),
     ("Embedding", [W(5, 3), (2, 4, "int")], {}),
     ("Where", [(3, 8, "bool"), ROWS, ROWS], {}),
     ("Roll", [IMAGE], {"shifts": (1, -2), "axes": (2, 3)}),
