@@ -91,7 +91,8 @@ def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorS
         if slot is not None and seen is not None:
             grid = slot.grid(signed=seen.low < 0)
             if value in dictated:
-                found = [on_dictated_scale(value, seen, QParams(*map(torch.tensor, dictated[value])), grid)]
+                scale, zero_point = map(torch.tensor, dictated[value])
+                found = [on_dictated_scale(value, seen, QParams(scale, zero_point), grid)]
             else:
                 found = parts_on_grid(graph, assignment, stats, value, choose(seen, grid), grid)
             worst = max(found, key=lambda p: p.noise - p.own_noise, default=None)

@@ -227,7 +227,8 @@ def _transposed(x: Any, perm: Sequence[int]) -> Any:
 
 def _einsum(o: Any, a: Any, b: Any) -> Any:
     ins, _, result = o.subscripts.replace(" ", "").partition("->")
-    return _einsum_of(a, b, *ins.split(","), result)
+    left, _, right = ins.partition(",")
+    return _einsum_of(a, b, left, right, result)
 
 
 def _average(o: Any, x: Any, weights: Any = None) -> Any:

@@ -225,14 +225,13 @@ def _truncated(c: TorchCall) -> Any:
     """Read x without its fraction, or the fraction."""
     x = c.value("self")
     whole = _towards_zero(c, x)
-    return c.emit("Sub", [x, c.step("Mul", whole, c.result)]) if c.name == "frac" else c.emit("Mul", whole)
+    return c.emit("Sub", [x, c.step("Mul", whole)]) if c.name == "frac" else c.emit("Mul", whole)
 
 
 def _towards_zero(c: TorchCall, x: str) -> list[str]:
     """Return the factors floor(|x|) and sign(x) of x without its fraction."""
-    like = c.result
-    require(like.dtype.is_floating_point)
-    return [c.step("Floor", [c.step("Abs", [x], like)], like), c.step("Sign", [x], like)]
+    require(c.result.dtype.is_floating_point)
+    return [c.step("Floor", [c.step("Abs", [x])]), c.step("Sign", [x])]
 
 
 @reads("floor_divide")
@@ -240,7 +239,7 @@ def _floor_divide(c: TorchCall) -> Any:
     """Read a quotient of floats that is rounded down, or towards zero."""
     operands = [c.number_or_value("self"), c.number_or_value("other")]
     if c.static("rounding_mode") == "trunc":
-        return c.emit("Mul", _towards_zero(c, c.step("Div", operands, c.result)))
+        return c.emit("Mul", _towards_zero(c, c.step("Div", operands)))
     require(c.result.dtype.is_floating_point)
     return c.emit("FloorDiv", operands)
 
@@ -249,16 +248,14 @@ def _floor_divide(c: TorchCall) -> Any:
 def _remainder(c: TorchCall) -> Any:
     """Read a remainder with the sign of the dividend: sign(a) (|a| mod |b|)."""
     a, b = c.number_or_value("self"), c.number_or_value("other")
-    like, by = (c.tensor(k) if isinstance(c.args[k], torch.fx.Node) else c.result.new_empty(()) for k in c.args)
-    rest = c.step("Mod", [c.step("Abs", [a], like), c.step("Abs", [b], by)], c.result)
-    return c.emit("Mul", [rest, c.step("Sign", [a], like)])
+    return c.emit("Mul", [c.step("Mod", [c.step("Abs", [a]), c.step("Abs", [b])]), c.step("Sign", [a])])
 
 
 @reads("hypot")
 def _hypotenuse(c: TorchCall) -> Any:
     """Read a hypotenuse as the root of the sum of two squares."""
-    squares = [c.step("Mul", [c.value(k)] * 2, c.tensor(k)) for k in ("self", "other")]
-    return c.emit("Sqrt", [c.step("Add", squares, c.result)])
+    squares = [c.step("Mul", [c.value(k)] * 2) for k in ("self", "other")]
+    return c.emit("Sqrt", [c.step("Add", squares)])
 
 
 @reads("masked_fill")
@@ -564,7 +561,7 @@ def _bitwise(c: TorchCall) -> Any:
 @reads("isnan")
 def _is_nan(c: TorchCall) -> Any:
     """Read NaN as what does not equal itself."""
-    return c.emit("LogicalNot", [c.step("Equal", [c.value("self")] * 2, c.result)])
+    return c.emit("LogicalNot", [c.step("Equal", [c.value("self")] * 2)])
 
 
 # ---------------------------------------------------------------- moving data
@@ -720,11 +717,10 @@ def _pad(c: TorchCall) -> Any:
     mode, value = modes[c.name.partition("_")[0]], float(c.static("value") or 0.0)
     if mode == "circular":
         return _wrapped(c, padding)
-    x, like = c.value("self"), c.tensor("self")
-    cuts, padding = split_padding(padding, [s if isinstance(s, int) else None for s in like.shape])
+    x, sizes = c.value("self"), [n if isinstance(n, int) else None for n in c.tensor("self").shape]
+    cuts, padding = split_padding(padding, sizes)
     for axis, start, end in cuts:
-        like = like.new_empty((*like.shape[:axis], end - start, *like.shape[axis + 1 :]))
-        x = c.step("Slice", [x], like, axis=axis, start=start, end=end, step=1)
+        x = c.step("Slice", [x], axis=axis, start=start, end=end, step=1)
     if cuts and not any(map(any, padding)):
         return x
     return c.emit("Pad", [x], padding=padding, mode=mode, value=value)
