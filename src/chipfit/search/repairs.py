@@ -207,7 +207,7 @@ def with_precise_layers(
             break
         for suggestion in (*suggestions(activation_losses(d, plan, reference.batches), d.graph), front):
             least = DOUBT_DB if suggestion == front else GAIN_DB
-            if suggestion != front and sum(costs[name] for name in suggestion.overrides) > _CHEAP:
+            if suggestion != front and sum(costs.get(name, 0.0) for name in suggestion.overrides) > _CHEAP:
                 continue
             try:
                 other = redecide(replace(d, precise=(*d.precise, *suggestion.overrides.items())), plan).checked()
