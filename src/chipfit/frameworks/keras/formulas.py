@@ -251,9 +251,7 @@ def _select(o: Any, conditions: Sequence[Any], choices: Sequence[Any], default: 
 def _split(o: Any, x: Any) -> Any:
     """parts along an axis, of which the first ones have one element more where it does not divide"""
     n, parts = x.shape[o.axis], o.indices_or_sections
-    if isinstance(parts, int):
-        parts = [k * (n // parts) + min(k, n % parts) for k in range(1, parts)]
-    return ops.split(x, list(parts), o.axis)
+    return ops.split(x, [k * (n // parts) + min(k, n % parts) for k in range(1, parts)], o.axis)
 
 
 def _rotated(o: Any, x: Any) -> Any:
