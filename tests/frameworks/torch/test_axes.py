@@ -278,3 +278,18 @@ def test_a_size_that_the_model_refuses_is_named_with_its_axis():
     blocks = model_of(lambda m, x: m.dense(x).view(len(x), 4, 8, 4).relu(), dense=nn.Linear(4, 4))
     with pytest.raises(DataError, match=r"fails with 16 in place of 32 on axis 1 of float32\[2, 32, 4\]: RuntimeError"):
         quantized(blocks, [torch.randn(2, 32, 4), torch.randn(2, 16, 4)])
+
+
+def test_a_batch_that_sets_the_groups_of_a_convolution_is_fixed():
+    """A tracker correlates each image with a template of its own."""
+
+    def correlated(m, template, x):
+        n, c, h, w = template.shape
+        y = F.conv2d(m.conv(x).reshape(1, n * c, *x.shape[2:]), template.reshape(n * c, 1, h, w), groups=n * c)
+        return y.reshape(n, c, *y.shape[2:])
+
+    tracker = model_of(correlated, conv=nn.Conv2d(3, 3, 1))
+    data = [(torch.randn(2, 3, 2, 2), torch.randn(2, 3, 6, 6)) for _ in range(3)]
+    result = quantized(tracker, data)
+    assert [result.graph.shape(i)[0] for i in result.graph.inputs] == [2, 2]
+    assert near(result.model(*data[0]), tracker(*data[0])) and result.verify(data).sound
