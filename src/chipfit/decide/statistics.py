@@ -27,10 +27,9 @@ DEFAULT_RULES = RangeRules()
 def needs(assignment: Assignment, rules: RangeRules = DEFAULT_RULES) -> dict[str, Need]:
     """Return what to collect of each activation; a histogram only if its rule or the removal of outliers reads one.
 
-    A dictated scale needs none, unless a kernel with a result on one may run in float.
+    A dictated scale needs none, unless the kernel may run in float for it.
     """
-    may_be_float = assignment.joins or any("whole" in can for can in assignment.modes.values())
-    dictated = {} if may_be_float else dictated_qparams(assignment.constraints)
+    dictated = dictated_qparams(assignment.constraints).keys() - {*assignment.joins.values()}
     out = {}
     for s in assignment.tensors.values():
         if s.role == "activation" and s.range is None:

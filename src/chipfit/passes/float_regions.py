@@ -72,21 +72,19 @@ def float_regions(
     listed = [chosen[k] for k in assignment.modes]
     counted = f"{sum(mode != 'codes' for mode in listed)} of {len(listed)} kernels that can output integers or floats"
     why = [f"{counted} output floats: fewer conversions and less error; Settings(results=...) overrides it"]
-    apart = [k for k in lost if k in assignment.joins and changed.get(k) == "whole"]
+    apart = [k for k in lost if changed.get(k) == "whole"]
     joined = [f"'{assignment.joins[k]}' is computed in float: {describe(lost[k])}" for k in apart]
     return changed | dict.fromkeys(apart, "apart"), why * bool(listed) + joined
 
 
 def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> dict[str, PartOnGrid]:
-    """Return the first node of each kernel that may run in float for it -> the part that its grid rounds most.
+    """Return the first node of each kernel of `assignment.joins` -> the part that its grid rounds most.
 
-    The kernel joins parts of an output, or the hardware dictates the scale of its result, which is then the only part.
-    Kernels are left out whose parts are rounded about as well as by grids of their own, so that the conversions of a
-    kernel in float would cost more.
+    A result whose scale the hardware dictates is its only part. Kernels are left out whose parts are rounded about as
+    well as by grids of their own, so that the conversions of a kernel in float would cost more.
     """
     dictated, out = dict(pair for c in assignment.constraints for pair in c.dictated), {}
-    scaled = (n for n in graph.nodes if n.output in dictated and "whole" in assignment.modes.get(n.name, ()))
-    for kernel, value in ({n.name: n.output for n in scaled} | dict(assignment.joins)).items():
+    for kernel, value in assignment.joins.items():
         slot, seen = assignment.tensors.get(value), stats.get(value)
         if slot is not None and seen is not None:
             grid = slot.grid(signed=seen.low < 0)

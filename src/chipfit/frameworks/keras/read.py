@@ -386,6 +386,16 @@ def _global_average(r: KerasCall, x: Value) -> Value:
     return r.emit("Reshape", [y], shape=_static(r.shape))
 
 
+@reads("", "Mean")
+def _mean(r: KerasCall, x: Value) -> Value:
+    """Read the mean of each channel of an image as a global pool, which more chips have in integers."""
+    require(_without_options(r, x))
+    axes = _reduced_axes(r, x)
+    if len(x.shape) == 4 and sorted(axes) == [1, 2]:
+        return _global_average(r, x)
+    return r.emit("Mean", [x], axes=axes, keepdims=bool(r.op.keepdims))
+
+
 @reads("Resizing", "Resize")
 def _resize(r: KerasCall, x: Value) -> Value:
     o, mode = r.op, _interpolation(r, x)
