@@ -50,14 +50,15 @@ def parts_on_grid(
 
 
 def on_dictated_scale(value: str, seen: TensorStats, q: QParams, grid: Grid) -> PartOnGrid:
-    """Return a value on a grid whose scale the hardware dictates; errors are relative to its mean square.
+    """Return a value on a grid whose scale the hardware dictates; rounding errors are relative to its mean square.
 
-    A scale of 1/256 keeps a softmax that is sure of one class, and loses one that spreads over a thousand.
+    A scale of 1/256 keeps a softmax that is sure of one class, and loses one that spreads over a thousand. Values
+    beyond the grid do not count: a user's chip may saturate on purpose.
     """
     levels = (seen.high - seen.low) / float(q.scale)
     if seen.histogram is None or not bool(seen.histogram.counts.any()):
         return PartOnGrid(value, levels, 0.0, 0.0)
-    x, p = seen.histogram.centers, seen.histogram.counts
+    x, p = seen.histogram.centers.clamp(*q.bounds(grid)), seen.histogram.counts
     rounded = fake_quantize(x, q.scale, q.zero_point, grid)
     own = (squared_errors(seen.histogram, choose(seen, grid), grid) * p).sum()
     power = max(float((x.square() * p).sum()), 1e-30)
