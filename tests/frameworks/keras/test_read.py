@@ -199,6 +199,9 @@ FORMULAS = {
     "inner": lambda x: ops.inner(x, constant(3, 6)),
     "average": lambda x: ops.average(x, -1, weights=constant(6) + 2)[:, :, None] + ops.average(x, axis=1)[:, None],
     "moments": lambda x: ops.concatenate(ops.moments(x, (1, 2), keepdims=True) + ops.moments(x[:, :1], (2,), True), -1),
+    "means of integers": lambda x: (
+        ops.mean(ops.cast(3 * x, "int32")[..., None], (1, 2)) + ops.mean(x > 0, (1, 2))[:, None]
+    ),
     "moments of an axis": lambda x: ops.moments(x, (1,))[1],
     "select": lambda x: ops.select([x < -0.5, x < 0.5], [x * 3, x], -x),
     "hstack": lambda x: ops.hstack([x, 2 * x]),

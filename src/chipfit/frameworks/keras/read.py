@@ -391,9 +391,9 @@ def _mean(r: KerasCall, x: Value) -> Value:
     """Read the mean of each channel of an image as a global pool, which more chips have in integers."""
     require(_without_options(r, x))
     axes = _reduced_axes(r, x)
-    if len(x.shape) == 4 and sorted(axes) == [1, 2]:
+    if len(x.shape) == 4 and sorted(axes) == [1, 2] and x.dtype == r.dtype:
         return _global_average(r, x)
-    return r.emit("Mean", [x], axes=axes, keepdims=bool(r.op.keepdims))
+    return r.emit("Mean", [r.operand(x)], axes=axes, keepdims=bool(r.op.keepdims))
 
 
 @reads("Resizing", "Resize")
@@ -617,7 +617,7 @@ def _layer_norm(r: KerasCall, x: Value, gamma: Any = None, beta: Any = None) -> 
     require(r.op.axis in (-1, len(x.shape) - 1) and not getattr(r.op, "rms_scaling", False))
     parameters = [None if p is None else r.operand(p) for p in (gamma, beta)]
     eps = float(keras.config.epsilon() if r.op.epsilon is None else r.op.epsilon)
-    return r.emit(type(r.op).__name__, [x, *parameters], normalized_shape=(_integer(x.shape[-1]),), eps=eps)
+    return r.emit(type(r.op).__name__, [r.operand(x), *parameters], normalized_shape=(_integer(x.shape[-1]),), eps=eps)
 
 
 @reads("", "RMSNorm")
