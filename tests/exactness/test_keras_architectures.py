@@ -17,7 +17,6 @@ FLOAT_ON_ORT = {
     "norms": {"BatchNorm", "GroupNorm", "RMSNorm", "ReduceL2"},
     "recurrent": {"LSTM"},
     "squeeze_excite": {"Tanh"},
-    "subclassed": {"Mean"},
     "unet": {"Resize"},
 }
 PADDED = {"concat_pools"}  #: its file has the padding in a convolution
