@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import accelerators
 
@@ -118,6 +119,18 @@ OPERATOR_TABLES = {
     "chipfit.export.tflite.ops": "OPERATORS",
     "chipfit.passes.decompose": "RULES",
 }
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """A group of one process, which outlives the modules of a test.
+
+    If a `DistributedDataParallel` holds the last reference, PyTorch joins the group's threads without giving up the
+    GIL, for which they may wait: the process hangs.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -273,18 +273,15 @@ def test_profiling_returns_similarities_to_the_float_network(kind, net):
     assert 0.9 < found[key] <= 1 + 1e-9 and min(found.values()) > 0.5
 
 
+@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("backend", [BackendType.Tensorrt, BackendType.SNPE])
-def test_a_model_that_is_wrapped_for_parallel_training_is_calibrated_and_trains(net, backend, tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    try:
-        plain = prepare_by_platform(net, backend)
-        parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
-        for model in (parallel, plain):
-            calibrated(model.eval())
-            torch.manual_seed(0)  # of dropout
-            model.train()(DATA[0]).square().sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_model_that_is_wrapped_for_parallel_training_is_calibrated_and_trains(net, backend):
+    plain = prepare_by_platform(net, backend)
+    parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+    for model in (parallel, plain):
+        calibrated(model.eval())
+        torch.manual_seed(0)  # of dropout
+        model.train()(DATA[0]).square().sum().backward()
     for (name, p), q in zip(plain.named_parameters(), parallel.parameters(), strict=True):
         assert p.shape == q.shape and (p.grad is None or torch.equal(p.grad, q.grad)), name
 

@@ -356,16 +356,11 @@ def test_it_compiles_in_one_graph_and_trains(model, backend):
     assert model.weight("conv1.weight").grad.abs().max() > 0
 
 
-def test_it_trains_under_distributed_data_parallel(model, tmp_path):
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
-    try:
-        parallel = nn.parallel.DistributedDataParallel(model.train())
-        for _ in range(2):  # the second step fails when a live parameter got no gradient in the first
-            parallel(X)["logits"].square().sum().backward()
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("process_group")
+def test_it_trains_under_distributed_data_parallel(model):
+    parallel = nn.parallel.DistributedDataParallel(model.train())
+    for _ in range(2):  # the second step fails when a live parameter got no gradient in the first
+        parallel(X)["logits"].square().sum().backward()
     assert model.weight("fc.weight").grad is not None
 
 
