@@ -206,6 +206,8 @@ def with_precise_layers(
         if not Merit.of(reference, plan, before.errors).doubtful:
             break
         for suggestion in (*suggestions(activation_losses(d, plan, reference.batches), d.graph), front):
+            if all(item in d.precise for item in suggestion.overrides.items()):
+                continue  # it is taken, or names no layer
             least = DOUBT_DB if suggestion == front else GAIN_DB
             if suggestion != front and sum(costs.get(name, 0.0) for name in suggestion.overrides) > _CHEAP:
                 continue
