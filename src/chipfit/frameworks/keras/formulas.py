@@ -21,17 +21,15 @@ def _axes(axis: Any, x: Any) -> tuple[int, ...]:
     return tuple(range(rank)) if axis is None else tuple(a % rank for a in ((axis,) if isinstance(axis, int) else axis))
 
 
-def _var(o: Any, x: Any) -> Any:
-    """mean((x - mean)^2)"""
-    away = x - ops.mean(x, _axes(o.axis, x), keepdims=True)
-    return ops.mean(away * away, _axes(o.axis, x), keepdims=o.keepdims)
-
-
-def _moments(o: Any, x: Any) -> list[Any]:
-    axes = tuple(o.axes)
+def _mean_and_variance(x: Any, axes: tuple[int, ...], keepdims: bool) -> list[Any]:
+    """Return the mean and mean((x - mean)^2)."""
     mean = ops.mean(x, axes, keepdims=True)
-    both = [mean, ops.mean((x - mean) * (x - mean), axes, keepdims=True)]
-    return both if o.keepdims else [ops.squeeze(v, axes) for v in both]
+    away = x - mean
+    return [mean if keepdims else ops.squeeze(mean, axes), ops.mean(away * away, axes, keepdims=keepdims)]
+
+
+def _var(o: Any, x: Any) -> Any:
+    return _mean_and_variance(x, _axes(o.axis, x), o.keepdims)[1]
 
 
 def _log_sum_exp(o: Any, x: Any) -> Any:
@@ -202,8 +200,7 @@ def _tensordot(o: Any, a: Any, b: Any) -> Any:
 
 def _einsum_of(a: Any, b: Any, left: str, right: str, result: str) -> Any:
     """Return an einsum of two operands as one matrix product."""
-    letters = letters_of(left, right, result)
-    batch, summed, first, second = letters
+    batch, summed, first, second = letters_of(left, right, result)
     if len({*left}) < len(left) or len({*right}) < len(right) or sorted(result) != sorted([*batch, *first, *second]):
         raise NotImplementedError
     size = {c: -1 if n is None else n for c, n in zip(left + right, (*a.shape, *b.shape), strict=True)}
@@ -367,7 +364,7 @@ FORMULAS: Mapping[str, Formula] = {
     "Dot": lambda o, a, b: _contracted(a, b, [-1 % len(a.shape)], [max(len(b.shape) - 2, 0)]),
     "Inner": lambda o, a, b: _contracted(a, b, [-1 % len(a.shape)], [-1]),
     "Average": _average,
-    "Moments": _moments,
+    "Moments": lambda o, x: _mean_and_variance(x, _axes(o.axes, x), o.keepdims),
     "Select": _select,
     "Hstack": lambda o, xs: ops.concatenate(xs, 1 if len(xs[0].shape) > 1 else 0),
     "ArraySplit": _split,
