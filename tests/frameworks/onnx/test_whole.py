@@ -176,6 +176,29 @@ def test_shape_arithmetic_is_folded_and_the_batch_stays_open(batch):
     assert [(n.op, n.attrs) for n in graph] == [("Reshape", {"shape": (-1, 12)})]
 
 
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+@pytest.mark.parametrize("shape, ends", [(["n", 2, 4, 6], [8, 9]), (["n", 2, "h", "w"], None)])
+def test_the_sizes_of_an_image_may_be_computed_from_those_before(shape, ends, mode):
+    """Shape, Slice, Concat, Resize, as PyTorch exports an interpolation; open sizes may be multiplied."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Slice", ["s", "zero", "two"], ["n"]),
+        helper.make_node("Concat", ["n", "ends"], ["t"], axis=0) if ends else helper.make_node("Mul", ["s", "by"], "t"),
+        helper.make_node("Resize", ["x", "", "", "t"], ["y"], mode=mode),
+    ]
+    constants = {
+        "zero": np.array([0]),
+        "two": np.array([2]),
+        "ends": np.array(ends or [0]),
+        "by": np.array([1, 1, 2, 3]),
+    }
+    model, x = small(nodes, {"x": shape}, ["y"], constants), torch.randn(3, 2, 4, 6)
+    graph = capture(model, (x,))
+    assert [n.op for n in graph] == ["Resize"] and graph.shape(graph.inputs[0])[0] is None
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x[:2].numpy()})
+    np.testing.assert_allclose(run(graph, [x[:2]])[graph.outputs[0]], want, atol=1e-5)
+
+
 def test_the_largest_values_may_be_all_of_an_open_axis():
     """PyTorch's exporter sorts the lengths of sequences in this way."""
     nodes = [helper.make_node("Shape", ["x"], ["k"]), helper.make_node("TopK", ["x", "k"], ["y", "at"])]

@@ -22,10 +22,10 @@ def _resize(c: OnnxCall) -> Any:
     x, mode = c.operand(0), c.attr("mode")
     mode = {"bilinear": "linear"}.get(mode, mode)
     old = c.node.op_type == "Upsample" or c.opset < 11
-    scales = c.numbers("scales", 1 if old else 2)
-    sizes = None if old else c.integers("sizes", 3)
     axes = c.attr("axes")
     axes = [a % x.rank for a in axes] if axes else [*range(x.rank)]
+    asked = None if old else c.optional(3)
+    sizes, scales = (None, c.numbers("scales", 1 if old else 2)) if asked is None else _asked(x, asked, axes)
     require(c.attr("keep_aspect_ratio_policy") in (None, "stretch"))
     shape = [*x.shape]
     factors: list[float] = [1.0] * x.rank
@@ -42,11 +42,28 @@ def _resize(c: OnnxCall) -> Any:
     if not changed:
         return x
     if mode == "nearest":
-        return _nearest(c, x, factors, results, changed, grid)
+        return _nearest(c, x, factors, results, changed, grid, sizes is None)
     whole = {"align_corners": grid == "align_corners", **_target(factors, results, bool(scales))}
     if min(changed) < 2 or x.rank not in (3, 4, 5) or (found := _mode(c, mode, grid, results)) is None:
         return _by_matrices(c, x, changed, results, bool(scales) and factors)
     return c.emit("Resize", [x], mode=found, **whole)
+
+
+def _asked(x: Operand, sizes: Operand, axes: Sequence[int]) -> tuple[list[int | None] | None, list[float] | None]:
+    """Return the sizes of a result, None where they stay open, or its scales where an open size is multiplied.
+
+    Raises:
+        Unreadable: A size depends on data, or is not a multiple of the open one.
+    """
+    require(sizes.numbers and not sizes.name)
+    columns = [[int(n[k]) for n in sizes.numbers] for k in range(len(axes))]
+    given = [[int(m.shape[a]) for m in x.metas] for a in axes]
+    fixed = [c[0] if len({*c}) == 1 else None for c in columns]
+    if all(f is not None or c == g for f, c, g in zip(fixed, columns, given, strict=True)):
+        return [x.shape[a] if c == g else f for a, f, c, g in zip(axes, fixed, columns, given, strict=True)], None
+    ratios = [{c / g for c, g in zip(*pair, strict=True)} for pair in zip(columns, given, strict=True)]
+    require(all(len(r) == 1 and min(r).is_integer() for r in ratios))
+    return None, [min(r) for r in ratios]
 
 
 def _mode(c: OnnxCall, mode: str, grid: str, results: Sequence[Any]) -> str | None:
@@ -93,11 +110,16 @@ def _target(factors: Sequence[float], results: Sequence[Any], by_scale: bool) ->
 
 
 def _nearest(
-    c: OnnxCall, x: Operand, factors: Sequence[float], results: Sequence[Any], changed: Sequence[int], grid: str
+    c: OnnxCall,
+    x: Operand,
+    factors: Sequence[float],
+    results: Sequence[Any],
+    changed: Sequence[int],
+    grid: str,
+    by_scale: bool,
 ) -> Any:
     """Read a nearest mode: as Resize if that picks the same pixels of each axis, else as a Gather of each axis."""
     rounding = c.attr("nearest_mode") or ("floor" if grid == "asymmetric" else "round_prefer_floor")
-    by_scale = c.node.op_type == "Upsample" or c.opset < 11 or not c.optional(3)
     spatial = min(changed) >= 2 and x.rank in (3, 4, 5)
     if spatial and (grid, rounding) == ("asymmetric", "floor"):
         return c.emit("Resize", [x], mode="nearest", **_target(factors, results, by_scale), align_corners=False)
