@@ -102,6 +102,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     "GRU": [
         ([(2, 5, 3)], {"gates": "rzn", "reverse": False, "reset_after": True}, cell(3)),
         ([(2, 5, 3)], {"gates": "zrn", "reverse": True, "reset_after": False}, cell(3)),
+        ([(2, 5, 3)], {"gates": "rzn", "reverse": True, "reset_after": True}, {**cell(3), "lengths": (2,)}),
         ([(2, 1, 3)], {"gates": "zrn", "reverse": False, "reset_after": True}, {"w": (12, 3), "r": (12, 4)}),
         ([(2, 3)], {"gates": "rzn", "reverse": False, "reset_after": False}, {**cell(3), "h": (2, 4)}),
     ],
@@ -144,6 +145,8 @@ def composite(op: str, shapes, attrs, weights) -> Graph:
     table = {slot: torch.rand(shape) + 0.5 for slot, shape in weights.items()}
     if "mask" in table:
         table["mask"] = table["mask"] > 1.0
+    if "lengths" in table:
+        table["lengths"] = torch.tensor([3, 5])
     data = iter(names)
     slots = [s.rstrip("?*") for s in OPS[op].slots]
     slots = [f"in{k}" for k in range(len(names))] if slots == ["ins"] else slots

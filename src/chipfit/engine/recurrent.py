@@ -22,15 +22,16 @@ def lstm(
     h: Tensor | None = None,
     c: Tensor | None = None,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     *,
     gates: str,
     reverse: bool,
     cell_clip: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Run an LSTM."""
-    if mask is not None:
+    if mask is not None or lengths is not None:
         one = partial(lstm, gates=gates, reverse=False, cell_clip=cell_clip)
-        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0], _state(x, r, c)[0]], mask, reverse)
+        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0], _state(x, r, c)[0]], mask, lengths, reverse)
     weights = [_ordered(t, gates, "ifgo") for t in (w, r, b, rb)]
     steps, states = _steps(x, reverse), (_state(x, r, h), _state(x, r, c))
     if cell_clip is None:
@@ -63,15 +64,16 @@ def gru(
     rb: Tensor | None = None,
     h: Tensor | None = None,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     *,
     gates: str,
     reverse: bool,
     reset_after: bool,
 ) -> tuple[Tensor, ...]:
     """Run a GRU."""
-    if mask is not None:
+    if mask is not None or lengths is not None:
         one = partial(gru, gates=gates, reverse=False, reset_after=reset_after)
-        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, reverse)
+        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, lengths, reverse)
     weights = [_ordered(t, gates, "rzn") for t in (w, r, b, rb)]
     steps, state = _steps(x, reverse), _state(x, r, h)
     if reset_after:
@@ -89,6 +91,7 @@ def rnn(
     rb: Tensor | None = None,
     h: Tensor | None = None,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
     *,
     reverse: bool,
     activation: str,
@@ -101,9 +104,9 @@ def rnn(
     kinds = {"tanh": torch.ops.aten.rnn_tanh.input, "relu": torch.ops.aten.rnn_relu.input}
     if activation not in kinds:
         raise ValueError(f"a recurrent layer has no activation {activation!r}")
-    if mask is not None:
+    if mask is not None or lengths is not None:
         one = partial(rnn, reverse=False, activation=activation)
-        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, reverse)
+        return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, lengths, reverse)
     y, _ = _run(kinds[activation], _steps(x, reverse), _state(x, r, h), [w, r, b, rb])
     return _results(y, x, reverse)
 
@@ -139,15 +142,27 @@ def _results(y: Tensor, x: Tensor, reverse: bool) -> tuple[Tensor, ...]:
 
 
 def _masked(
-    step: Callable[..., Any], x: Tensor, weights: Sequence[Any], states: list[Tensor], mask: Tensor, reverse: bool
+    step: Callable[..., Any],
+    x: Tensor,
+    weights: Sequence[Any],
+    states: list[Tensor],
+    mask: Tensor | None,
+    lengths: Tensor | None,
+    reverse: bool,
 ) -> tuple[Tensor, ...]:
-    """Run a layer step by step; states stay as they are where the mask is false."""
+    """Run a layer step by step; states stay as they are where the mask is false, and where no step is left."""
+    if x.is_meta:
+        return x.new_empty(*x.shape[:2], states[0].shape[1]), *states
+    valid = None if lengths is None else torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(1)
+    moves = valid if mask is None else mask if valid is None else mask & valid
+    assert moves is not None
     order, made = range(x.shape[1]), dict[int, Tensor]()
     for t in reversed(order) if reverse else order:
         new = step(x[:, t], *weights, *states)
-        states = [torch.where(mask[:, t : t + 1], n, s) for n, s in zip(new, states, strict=True)]
+        states = [torch.where(moves[:, t : t + 1], n, s) for n, s in zip(new, states, strict=True)]
         made[t] = states[0]
-    return torch.stack([made[t] for t in order], 1), *states
+    y = torch.stack([made[t] for t in order], 1)
+    return (y if valid is None else y * valid.unsqueeze(2)), *states
 
 
 def _run(kernel: Any, x: Tensor, state: Any, weights: Sequence[Tensor | None]) -> Any:

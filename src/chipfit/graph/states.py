@@ -19,7 +19,7 @@ def keeps_states(graph: Graph, node: Node) -> bool:
     """
     given, cell = [node.operand(k) for k in ("h", "c")], node.outputs[-1]
     constant = all(graph.is_weight(i) for i in node.inputs[1:4] if i is not None)
-    if not constant or node.operand("rb") is not None or node.operand("mask") is not None:
+    if not constant or any(node.operand(k) is not None for k in ("rb", "mask", "lengths")):
         return False
     if any(cell in n.inputs for n in graph.nodes):
         return False

@@ -33,6 +33,9 @@ class _Layer:
         self.count = 1 if self.one_step else new.size(x, 1)
         why = f"it has {self.count} steps, and at most {MOST_STEPS} are computed one by one"
         new.require(self.count <= MOST_STEPS, why)
+        self.valid = self.valid_steps()
+        new.require(not (self.valid and n.operand("mask")), "it has both lengths and a mask")
+        self.mask = self.valid or n.operand("mask")
 
     def products(self, bias: str | None) -> list[str]:
         """Return the product of each step's operand with the weight, in the order in which the steps run."""
@@ -62,13 +65,21 @@ class _Layer:
 
     def masked(self, t: int, new: str, old: str | None) -> str:
         """Return the next state of the step that runs as number `t`: the old one where the mask is false."""
-        mask = self.n.operand("mask")
-        if mask is None:
+        if self.mask is None:
             return new
         at = self.count - 1 - t if self.n.attrs["reverse"] else t
-        column = self.new("Slice", mask, gives=(self.samples, 1), axis=1, start=at, end=at + 1, step=1)
+        column = self.new("Slice", self.mask, gives=(self.samples, 1), axis=1, start=at, end=at + 1, step=1)
         before = 0.0 if old is None else old
         return self.new("Where", column, new, before, gives=(self.samples, self.size))
+
+    def valid_steps(self) -> str | None:
+        """Return the condition [N, T] that a step is within its sequence; None without lengths."""
+        lengths = self.n.operand("lengths")
+        if lengths is None:
+            return None
+        steps = self.new.constant(torch.arange(self.count, dtype=torch.int64)[None])
+        column = self.new("Unsqueeze", lengths, gives=(self.samples, 1), axes=(1,))
+        return self.new("Less", steps, column, gives=(self.samples, self.count))
 
     def product(self, h: str, weight: str = "", bias: str | None = None) -> str:
         """Return the product of a state with the recurrent weight, or another one."""
@@ -98,10 +109,14 @@ class _Layer:
             return states
         one: Shape = (self.samples, 1, self.size)
         steps = [self.new("Unsqueeze", h, gives=one, axes=(1,)) for _, h in self.numbered(states)]
-        if len(steps) == 1:
-            return [steps[0], states[-1]]
-        steps = steps[::-1] if self.n.attrs["reverse"] else steps
-        return [self.new("Concat", *steps, gives=(self.samples, self.count, self.size), axis=1), states[-1]]
+        y = steps[0]
+        if len(steps) > 1:
+            steps = steps[::-1] if self.n.attrs["reverse"] else steps
+            y = self.new("Concat", *steps, gives=(self.samples, self.count, self.size), axis=1)
+        if self.valid is not None:
+            wide = self.new("Unsqueeze", self.valid, gives=(self.samples, self.count, 1), axes=(2,))
+            y = self.new("Where", wide, y, 0.0, gives=self.new.shape(y))
+        return [y, states[-1]]
 
 
 def lstm(new: NewNodes, n: Node) -> list[str]:

@@ -68,7 +68,7 @@ def facts(graph: Graph, node: Node) -> dict[str, Any]:
         if "stride" in node.attrs:
             out["kernel"] = graph.shape(w)[2:]
     if "mask?" in node.facts.slots:
-        out["masked"] = node.operand("mask") is not None
+        out["masked"] = any(node.operand(k) is not None for k in ("mask", "lengths"))
     if "c?" in node.facts.slots:
         out["own_states"] = keeps_states(graph, node)
     return out

@@ -16,7 +16,7 @@ T, N, F, H = 5, 3, 4, 6
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 
-def model(op, path, direction="forward", bias=True, states=0, zero_states=False, **attrs):
+def model(op, path, direction="forward", bias=True, states=0, zero_states=False, lengths=(), **attrs):
     """Write a model of one recurrent layer with all of its results; return its path."""
     rng, ways, g = np.random.default_rng(0), 2 if direction == "bidirectional" else 1, GATES[op]
     tensors = {"W": (ways, g * H, F), "R": (ways, g * H, H)} | ({"B": (ways, 2 * g * H)} if bias else {})
@@ -25,8 +25,9 @@ def model(op, path, direction="forward", bias=True, states=0, zero_states=False,
         numpy_helper.from_array((rng.normal(size=s) * (0 if zero_states and k in "hc" else 0.5)).astype("f4"), k)
         for k, s in tensors.items()
     ]
+    init += [numpy_helper.from_array(np.array(lengths, "i4"), "lengths")] if lengths else []
     results = ["Y", "Y_h", "Y_c"][: 3 if op == "LSTM" else 2]
-    inputs = ["X", "W", "R", "B" if bias else "", "", *("h", "c")[:states]]
+    inputs = ["X", "W", "R", "B" if bias else "", "lengths" if lengths else "", *("h", "c")[:states]]
     node = helper.make_node(op, inputs, results, hidden_size=H, direction=direction, **attrs)
     x = helper.make_tensor_value_info("X", TensorProto.FLOAT, [T, N, F])
     outs = [helper.make_tensor_value_info(r, TensorProto.FLOAT, None) for r in results]
@@ -52,6 +53,8 @@ FORMS = [
     ("GRU", {"direction": "reverse", "linear_before_reset": 1, "states": 1}),
     ("RNN", {"direction": "bidirectional", "activations": ["Relu", "Tanh"]}),
     ("RNN", {"states": 1}),
+    ("LSTM", {"direction": "bidirectional", "states": 2, "lengths": (5, 2, 1)}),
+    ("GRU", {"direction": "reverse", "linear_before_reset": 1, "lengths": (1, 5, 3)}),
 ]
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from chipfit.export.onnx.builder import Names, OnnxBuilder, require
+from chipfit.export.onnx.builder import Names, OnnxBuilder, require, tensor_type
 from chipfit.graph.ir import Node
 
 _ORDER = {"LSTM": "iofg", "GRU": "zrn"}
@@ -26,11 +26,12 @@ def recurrent(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     if dynamic is not None:
         weights, numbers = _integers(w, n)
     states = [None if s is None else w.op("Unsqueeze", [s, _ints(w, 0)]) for s in x[5 : 7 if n.op == "LSTM" else 6]]
+    lengths = None if n.operand("lengths") is None else w.op("Cast", [x[-1]], to=tensor_type("int32"))
     more: dict[str, Any] = {"linear_before_reset": int(n.attrs["reset_after"])} if n.op == "GRU" else {}
     if n.op == "RNN":
         more = {"activations": [n.attrs["activation"].capitalize()]}
     direction = "reverse" if n.attrs["reverse"] else "forward"
-    inputs = [steps, *weights, _bias(w, n, x), None, *states, *numbers]
+    inputs = [steps, *weights, _bias(w, n, x), lengths, *states, *numbers]
     kind = n.op if dynamic is None else f"DynamicQuantize{n.op}@com.microsoft"
     results = w.op_many(kind, inputs, 3 if n.op == "LSTM" else 2, hidden_size=size, direction=direction, **more)
     last = [w.op("Squeeze", [r, _ints(w, 0)]) for r in results[1:]]

@@ -22,18 +22,19 @@ def _recurrent(c: OnnxCall) -> Any:
     """Read a layer in one or both directions.
 
     Raises:
-        Unreadable: its sequences have lengths of their own, weights are computed, or activations are unusual.
+        Unreadable: weights are computed, or activations are unusual.
     """
     others = {k for k in c.node.attributes if k not in _KNOWN and not c.is_default(k)}
-    require(not others and c.optional(4) is None and (c.optional(7) is None or _is_zero(c.operand(7))))
+    require(not others and (c.optional(7) is None or _is_zero(c.operand(7))))
     op, batch_first = c.node.op_type, bool(c.attr("layout"))
     directions = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[c.attr("direction")]
     x = c.operand(0) if batch_first else _turned(c, c.operand(0))
+    lengths = c.optional(4) and c.step("Cast", [c.operand(4)], dtype="int64")
     made = []
     for k, reverse in enumerate(directions):
         attrs = {**_attributes(c, k, len(directions)), "reverse": reverse}
         wanted = [f"{c.name}.{k}.{i}" for i in range(3 if op == "LSTM" else 2)]
-        made.append(c.steps(op, [x, *_weights(c, k), *_states(c, k, batch_first)], wanted, **attrs))
+        made.append(c.steps(op, [x, *_weights(c, k), *_states(c, k, batch_first), None, lengths], wanted, **attrs))
     y, *last = zip(*made, strict=True)
     if not batch_first:
         y = tuple(c.step("Transpose", [i], perm=(1, 0, 2)) for i in y)

@@ -26,6 +26,7 @@ from chipfit.engine.types import describe_value
 from chipfit.errors import CaptureError, RefusedCall, raise_bug, short_message
 from chipfit.frameworks.reading import mixes_samples
 from chipfit.frameworks.torch.device import check_device
+from chipfit.frameworks.torch.packed import padded_sequences
 from chipfit.frameworks.torch.plain_call import compare_with_plain_call, in_float32, run_in_float32
 from chipfit.frameworks.torch.program import (
     Program,
@@ -279,7 +280,8 @@ def _check_open_sizes(graph: Graph, model: torch.nn.Module, calls: Sequence[Any]
     """
     for args, kwargs in (*calls, longer):
         try:
-            out = run_in_float32(model, args, kwargs)
+            with padded_sequences(model):
+                out = run_in_float32(model, args, kwargs)
         except RefusedCall:
             continue
         inputs = flatten_inputs(graph, args, kwargs)

@@ -12,6 +12,7 @@ from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import describe_value, dtype_of
 from chipfit.errors import MemoryExceeded, RefusedCall, raise_bug, short_message
+from chipfit.frameworks.torch.packed import padded_sequences
 from chipfit.frameworks.torch.program import SHORT, register_dataclasses, users_line, without_short_types
 from chipfit.graph.ir import Graph
 
@@ -25,6 +26,10 @@ _OTHER = "warning: in eval mode under torch.no_grad(), the model returns other n
 _FAST_PATH = (
     "without gradients, PyTorch computes nn.TransformerEncoder by another path, which returns zeros where "
     "src_key_padding_mask hides a word; torch.backends.mha.set_fastpath_enabled(False) turns it off"
+)
+_ALL_STEPS = (
+    "pad_packed_sequence returns all steps, in the model only those of the longest sequence of a batch: "
+    "total_length= lets the model return all, too"
 )
 
 
@@ -46,6 +51,12 @@ def compare_with_plain_call(graph: Graph, model: torch.nn.Module, call: Any) -> 
             return
         _set_types(graph, want)
         if found := _deviation(graph, call, want):
+            if any(n.operand("lengths") is not None for n in graph.nodes):
+                with padded_sequences(model):
+                    padded = run_example(model, args, kwargs)
+                if _deviation(graph, call, padded) is None:
+                    graph.notes.append(_ALL_STEPS)
+                    return
             name, off = found
             distance = f"{off:.3g}" if isinstance(off, float) else off
             graph.notes.append(f"{_OTHER}: output '{name}' is off by {distance}{_cause(graph, model, call, want)}")

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chipfit.engine.process import set_torch_states, torch_states
+from chipfit.frameworks.torch.packed import padded_sequences
 from chipfit.frameworks.torch.program import (
     SHORT,
     TORCH,
@@ -281,7 +282,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         args, kwargs = pytree.tree_unflatten(leaves, tree)
         self.path.seen.clear()
         try:
-            with torch.inference_mode(), _exporting(), _Functions(self), self:
+            with torch.inference_mode(), _exporting(), padded_sequences(model), _Functions(self), self:
                 out = model(*args, **kwargs)
         except Exception as e:  # the user's code may raise anything
             raise Unrecordable from e
@@ -331,7 +332,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             return self._read(op, args)
         by_integers = op is torch.ops.aten.index.Tensor and _are_integers(args[1])
         hides = any(tag in op.tags for tag in _VALUE_DEPENDENT) and not by_integers
-        if self.failed or op.namespace != "aten" or hides:
+        if self.failed or op.namespace not in ("aten", "chipfit") or hides:
             self.give_up()
         if short := {t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.dtype) and t in SHORT}:
             self.short |= {str(t).removeprefix("torch.") for t in short}

@@ -17,12 +17,12 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@reads(" ".join(_KINDS))
+@reads(" ".join([*_KINDS, *(f"padded_{k}" for k in _KINDS)]))
 def _recurrent(c: TorchCall) -> Any:
     """Read layers in one or both directions; the results are those of the last layer, and the states of all.
 
     Raises:
-        Unreadable: sequences are packed, or states are projected.
+        Unreadable: sequences are packed, or states are projected; `packed.py` pads sequences while a model is recorded.
     """
     require("input" in c.args and c.tensor("input").dim() == 3)
     return _Layers(c).read()
@@ -32,7 +32,7 @@ class _Layers:
     """The layers of one call while they are read."""
 
     def __init__(self, c: TorchCall) -> None:
-        self.c, (self.op, self.attrs) = c, _KINDS[c.name]
+        self.c, (self.op, self.attrs) = c, _KINDS[c.name.removeprefix("padded_")]
         self.ways, self.layers = 2 if c.static("bidirectional") else 1, int(c.static("num_layers"))
         self.biases, self.first = bool(c.static("has_biases")), bool(c.static("batch_first"))
         self.params = c.builder.arg(c.args["params"])
@@ -64,6 +64,8 @@ class _Layers:
         count = 4 if self.biases else 2
         weights = self.params[count * index : count * (index + 1)]
         inputs = [x, *weights, *[None] * (4 - count), *(self._state(s, index) for s in self.states)]
+        if "lengths" in self.c.args:
+            inputs += [None, self.c.value("lengths")]
         shapes = [(self.n, self.t, self.hidden), *[(self.n, self.hidden)] * len(self.states)]
         likes = [self.like.new_empty(s) for s in shapes]
         return self.c.builder.append(self.c.node, self.op, inputs, {**self.attrs, "reverse": reverse}, likes)
