@@ -6,7 +6,7 @@ from torch import nn
 
 import chipfit
 from chipfit import Settings
-from tests.build import quantized, randn, sequential, sqnr_db
+from tests.build import model_of, quantized, randn, sequential, sqnr_db
 
 DATA = list((randn(64, 3, 12, 12, seed=1) + 0.5).split(16))
 NEW = randn(64, 3, 12, 12, seed=2) + 0.5
@@ -140,3 +140,13 @@ def test_training_starts_from_the_corrected_biases_and_moves_them_on():
     assert not equal(trained, result)
     kept = trained.edit({"9": "float"})
     assert equal(kept, trained) and not any(n.startswith("warning: biases stay") for n in kept.plan.rewrites)
+
+
+def test_a_layer_whose_results_have_no_samples_counts_as_one():
+    def forward(m, x):
+        y = m.conv(x)
+        return nn.functional.conv2d(y, m.kernel(y.mean((0, 2, 3))).view(4, 8, 1, 1))
+
+    model = model_of(forward, conv=nn.Conv2d(3, 8, 3), kernel=nn.Linear(8, 32))
+    result = quantized(model, list(NEW[:48].split(8)))  # 32 samples and 32 results
+    assert result.verify([NEW[:8]]).exact

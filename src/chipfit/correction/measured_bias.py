@@ -86,7 +86,7 @@ class MeanReference(Reference):
 
     def _means(self, node: Node, y: Tensor, k: int) -> tuple[Tensor, int]:
         y = without_padding(y, self._valid[k])  # [1, positions, ...] where padding is left out
-        count = self._counts[k] if len(y) % self._counts[k] == 0 else 1
+        count = self._counts[k] if y.dim() > 1 and len(y) % self._counts[k] == 0 else 1
         last = y.movedim(channel_axis(node) if y.dim() > 1 else 0, -1)
         rows = last.reshape(count, -1, last.shape[-1])
         return rows.mean(1), rows.shape[1]
