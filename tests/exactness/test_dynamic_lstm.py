@@ -9,6 +9,7 @@ from onnx import TensorProto, helper
 from torch import nn
 
 import chipfit
+from chipfit.errors import UnsupportedError
 from chipfit.mct.ptq import in_float
 from chipfit.simulate.onnxruntime import tanh
 from tests.build import needs_vnni
@@ -93,3 +94,15 @@ def test_an_lstm_stays_in_float_by_request(tmp_path):
     kinds = {n.op_type for n in onnx.load(tmp_path / "m.onnx").graph.node}
     assert "LSTM" in kinds and "DynamicQuantizeLSTM" not in kinds
     assert result.verify([SEQUENCES]).exact
+
+
+def test_a_file_has_no_operator_for_another_layer_that_rounds_at_each_call(tmp_path):
+    chip = tmp_path / "chip.yaml"
+    chip.write_text(
+        "name: chip\nextends: ort_dynamic\nops:\n  - {match: [GRU], use: [{in: ud8, w: w8, b: float, out: float}],"
+        " src: [O1], conf: V}\n"
+    )
+    model = nn.GRU(6, 8, batch_first=True).eval()
+    result = chipfit.quantize(model, [SEQUENCES], platform=chip, progress=False)
+    with pytest.raises(UnsupportedError, match="GRU .* cannot be written to ONNX.*LSTM alone at run time"):
+        result.export(tmp_path / "m.onnx")

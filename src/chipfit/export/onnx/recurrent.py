@@ -24,6 +24,7 @@ def recurrent(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     steps = w.op("Transpose", [data], perm=[1, 0, 2]) if sequence else w.op("Unsqueeze", [data, _ints(w, 0)])
     weights, numbers = [_weight(w, n, k, x) for k in (1, 2)], list[str | None]()
     if dynamic is not None:
+        require(n, n.op == "LSTM", "of recurrent layers, ONNX Runtime quantizes the operands of LSTM alone at run time")
         weights, numbers = _integers(w, n)
     states = [None if s is None else w.op("Unsqueeze", [s, _ints(w, 0)]) for s in x[5 : 7 if n.op == "LSTM" else 6]]
     lengths = None if n.operand("lengths") is None else w.op("Cast", [x[-1]], to=tensor_type("int32"))
@@ -32,7 +33,7 @@ def recurrent(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
         more = {"activations": [n.attrs["activation"].capitalize()]}
     direction = "reverse" if n.attrs["reverse"] else "forward"
     inputs = [steps, *weights, _bias(w, n, x), lengths, *states, *numbers]
-    kind = n.op if dynamic is None else f"DynamicQuantize{n.op}@com.microsoft"
+    kind = n.op if dynamic is None else "DynamicQuantizeLSTM@com.microsoft"
     results = w.op_many(kind, inputs, 3 if n.op == "LSTM" else 2, hidden_size=size, direction=direction, **more)
     last = [w.op("Squeeze", [r, _ints(w, 0)]) for r in results[1:]]
     if not sequence:
