@@ -147,11 +147,6 @@ class _Reader:
         if row is None or (not any(i in self.at for i in data) and node.op != "Embedding"):
             return self._unknown
         named = {
-            "BatchNorm": self._norm_by_channel,
-            "InstanceNorm": self._norm_by_channel,
-            "GroupNorm": self._group_norm,
-            "LayerNorm": self._norm_over_last,
-            "RMSNorm": self._norm_over_last,
             "Softmax": self._softmax,
             "MatMul": self._mat_mul,
             "SDPA": self._attention,
@@ -160,6 +155,9 @@ class _Reader:
         }
         if node.op in named:
             return named[node.op]
+        if row.norm:
+            by_channel = self._group_norm if "groups" in row.attrs else self._norm_by_channel
+            return self._norm_over_last if row.norm == "vectors" else by_channel
         if row.layout == "elementwise":
             return self._elementwise
         if row.by_channel:

@@ -13,7 +13,7 @@ from chipfit.decide.constraints import Constraint, tie_groups
 from chipfit.decide.formats import TooWide
 from chipfit.decide.groups import block_length
 from chipfit.graph.edit import new_name, replace_node, replace_values
-from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.graph.ir import DYNAMIC, REQUANTIZE, Graph, Node
 from chipfit.platform.match import resolve_node
 from chipfit.platform.schema import WIDEST, Platform
 
@@ -40,7 +40,7 @@ def _insert(graph: Graph, value: str, reader: str) -> str:
     node, name = graph.node(reader), new_name(graph, f"{value}_for_{reader}")
     graph.values[name] = replace(graph.values[value], name=name)
     read = node.reading({value: name})
-    replace_node(graph, node, Node(name, "Requantize", (value,), (name,), layer=node.display_name), read)
+    replace_node(graph, node, Node(name, REQUANTIZE, (value,), (name,), layer=node.display_name), read)
     return node.display_name
 
 
@@ -49,7 +49,7 @@ def narrowed(graph: Graph, platform: Platform, clash: TooWide) -> tuple[Graph, s
 
     None if the platform cannot requantize to so few bits, or the value is requantized already.
     """
-    known = any(n.op == "Requantize" and (n.output == clash.value or n.name == clash.reader) for n in graph.nodes)
+    known = any(n.op == REQUANTIZE and (n.output == clash.value or n.name == clash.reader) for n in graph.nodes)
     if known or not _can_requantize(graph, platform, clash.value, clash.bits):
         return None
     out = graph.copy()
@@ -92,7 +92,7 @@ def _ties_inputs(constraint: Constraint) -> bool:
 def _can_requantize(graph: Graph, platform: Platform, value: str, bits: int = WIDEST) -> bool:
     """Return whether the platform can requantize a value to a format of at most so many bits."""
     options, formats = (
-        resolve_node(platform, graph, Node("probe", "Requantize", (value,), ())).options,
+        resolve_node(platform, graph, Node("probe", REQUANTIZE, (value,), ())).options,
         platform.formats,
     )
     return any(o.out in formats and formats[o.out].bits <= bits for o in options)
@@ -119,7 +119,7 @@ def with_dynamic(graph: Graph, platform: Platform, assignment: Assignment) -> Gr
     return out
 
 
-def without_insertions(graph: Graph, ops: Collection[str] = (DYNAMIC, "Requantize")) -> Graph:
+def without_insertions(graph: Graph, ops: Collection[str] = (DYNAMIC, REQUANTIZE)) -> Graph:
     """Return the graph without the nodes of `ops`, which were inserted here; the graph itself if it has none."""
     before = {n.output: n.data for n in graph.nodes if n.op in ops}
     return replace_values(graph, before) if before else graph

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS
 
+CURVE = "Curve"
 #: layout of the operators that a curve may consist of
 ELEMENTWISE = "elementwise"
 
@@ -39,7 +40,7 @@ def steps_of(text: str) -> tuple[Step, ...]:
     steps = []
     for k, (op, operands, attrs) in enumerate(json.loads(text), 1):
         known = {str(i) for i in range(k)}
-        fits = op in OPS and OPS[op].layout == ELEMENTWISE and attrs.keys() == {*OPS[op].attrs} and op != "Curve"
+        fits = op in OPS and OPS[op].layout == ELEMENTWISE and attrs.keys() == {*OPS[op].attrs} and op != CURVE
         if not fits or not all(x in known if isinstance(x, str) else isinstance(x, float) for x in operands):
             raise ValueError(f"'{op}' of {operands} cannot be step {k} of a curve")
         steps.append(Step(op, tuple(operands), attrs))
@@ -50,7 +51,7 @@ def steps_of(text: str) -> tuple[Step, ...]:
 
 def steps_in(node: Node) -> tuple[Step, ...]:
     """Return the steps of a node that is a curve; none of any other node."""
-    return steps_of(node.attrs["steps"]) if node.op == "Curve" else ()
+    return steps_of(node.attrs["steps"]) if node.op == CURVE else ()
 
 
 def compute(text: str, x: Any, kernel: Callable[[str], Callable[..., Any]], number: Callable[[float], Any]) -> Any:

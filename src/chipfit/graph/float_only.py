@@ -13,10 +13,7 @@ _EXACT, _COMPARED, _REAL = range(3)
 _WIDE = 510.0
 #: largest number whose only purpose as an addend or bound is to prevent a division by 0
 _GUARD = 1e-2
-_ARG = ("ArgMax", "ArgMin")
-#: operators besides softmax that a masked value does not affect; pools that select values are others
-_EXTREMES = ("ReduceMax", "ReduceMin", *_ARG)
-#: operators allowed between a mask and those operators, besides ones that only move values
+#: operators allowed between a mask and an operator that it does not affect, besides ones that only move values
 _BETWEEN = ("Add", "Sub", "Mul", "Div", "Clamp", "Cast")
 
 EXACT_WHY = "it is only read as an index, a mask or a shape, compared, or cast to integers"
@@ -62,7 +59,7 @@ def _infinite(graph: Graph, saturating: Collection[str]) -> set[str]:
     found = {w for w in found if any(n.op not in ("Max", "Min") for n in users.get(w, ()))}
     for n in graph.nodes:
         passes = n.facts.moves or n.facts.homogeneous or n.op in ("Add", "Sub", "Mul", "Div", "Pad", "LogSoftmax")
-        selects = n.op in (*_EXTREMES, "Max", "Min") or n.facts.kind == "pool" or n.clip_range is not None
+        selects = n.facts.extreme or n.op in ("Max", "Min") or n.facts.kind == "pool" or n.clip_range is not None
         if (n.op == "Pad" and math.isinf(n.attrs["value"] or 0)) or (
             passes and not selects and any(i in found for i in n.inputs)
         ):
@@ -112,7 +109,7 @@ def _use(graph: Graph, n: Node, slot: str, made: int) -> int:
     """Return how a node uses the value in `slot`, if its own results are used as `made`."""
     if n.op == "Size" or slot in ("index", "mask"):
         return _EXACT
-    if _computes(n) or n.op in _ARG:
+    if _computes(n) or (n.facts.extreme and not n.facts.moves):
         return _REAL
     if any(graph.is_float(o) for o in n.outputs):
         return made
@@ -174,6 +171,6 @@ def _masks(
         return value in found
 
     for n in graph.nodes:
-        if n.facts.softmax or n.op in _EXTREMES or (n.facts.moves and n.facts.layout == "spatial"):
+        if n.facts.softmax or n.facts.extreme or (n.facts.moves and n.facts.layout == "spatial"):
             masked(n.data, HIDES_IN_SOFTMAX if n.facts.softmax else ALWAYS_HIDES)
     return found, operands

@@ -25,6 +25,7 @@ DYNAMIC = "DynamicQuantize"
 #: beginning of the reader's note that the model takes one number of samples only
 FIXED_BATCH = "the batch size is fixed"
 CPU = torch.device("cpu")
+REQUANTIZE = "Requantize"  #: gives a quantized value another scale; `decide` inserts it
 OPAQUE = "Opaque"  #: an operator without canonical name; attrs hold target, args, kwargs (see `Ref`)
 
 

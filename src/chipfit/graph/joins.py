@@ -6,7 +6,7 @@ A constant behind the join changes the magnitude of each part, as in a head that
 import math
 from collections.abc import Collection, Mapping
 
-from chipfit.graph.ir import Graph, Node
+from chipfit.graph.ir import REQUANTIZE, Graph, Node
 
 
 def is_join(node: Node) -> bool:
@@ -16,7 +16,7 @@ def is_join(node: Node) -> bool:
 
 def moved_from(graph: Graph, node: Node) -> str | None:
     """Return the only float operand of an operator that moves its numbers or copies them; None for other operators."""
-    moves = node.op == "Requantize" or node.facts.moves
+    moves = node.op == REQUANTIZE or node.facts.moves
     data = [i for i in node.inputs if i is not None and graph.is_float(i)]
     return data[0] if moves and len(data) == 1 and not is_join(node) else None
 

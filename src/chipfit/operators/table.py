@@ -68,6 +68,8 @@ class OpDef:
     #: "vectors" if it normalises each vector by its own statistics, then scales its channels; "channels" if its scale
     #: and shift are those of the channels on axis 1
     norm: str = ""
+    gate: str = ""  #: operator f if it is x f(x)
+    extreme: bool = False  #: it finds the greatest or least number along axes, or its index: others have no influence
     recurrent: bool = False  #: a layer with states, over all steps of a sequence or one step
     bounded: tuple[float, ...] = ()  #: bounds of its results where they are known and it does not only clip
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
@@ -260,6 +262,15 @@ def resolve(function: str | Callable[..., Any], functions: Mapping[str, Callable
     if name not in functions:
         raise TypeError(f"'{name}' is not a function of this column; it has {', '.join(sorted(functions))}")
     return partial(functions[name], **dict(o.split("=") for o in options)) if options else functions[name]
+
+
+def reader_of(op: str, read: str | F, functions: Mapping[str, Callable[..., Any]]) -> Any:
+    """Return the function that a cell names, with the operator as its argument `op`; a function as it is.
+
+    Raises:
+        TypeError: no function has this name.
+    """
+    return partial(resolve(read, functions), op=op) if isinstance(read, str) else read
 
 
 def renamed(function: Callable[..., Any], names: Mapping[str, str]) -> Callable[..., Any]:

@@ -6,9 +6,9 @@ the chip needs no kernel for any of them.
 
 from collections.abc import Container, Iterable
 
-from chipfit.engine.curves import ELEMENTWISE, Step, text_of
+from chipfit.engine.curves import CURVE, ELEMENTWISE, Step, text_of
 from chipfit.graph.edit import drop_dead, replace_node
-from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.graph.ir import DYNAMIC, REQUANTIZE, Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.passes.attention import NodeTest
 from chipfit.passes.composites import open_composites
@@ -16,7 +16,7 @@ from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
 
 #: element-wise operators that are not functions of numbers alone, or end in another type
-_OTHERS = frozenset({*"Cast Curve Dropout Identity Requantize".split(), DYNAMIC})
+_OTHERS = frozenset({"Cast", CURVE, "Dropout", "Identity", DYNAMIC, REQUANTIZE})
 #: operators whose kernel is the look-up of a table itself: others around them cost nothing there
 _LOOKED_UP = frozenset({"Sqrt"})
 #: kernels that take no longer than the look-up of a table
@@ -39,7 +39,7 @@ def curves(graph: Graph, listed: NodeTest, in_integers: NodeTest, integer_operat
         in_integers: whether the platform has an integer kernel for a node.
         integer_operators: the operators with integer kernels.
     """
-    if "Curve" not in integer_operators:
+    if CURVE not in integer_operators:
         return Rewritten(graph, [])
     found, notes, graph = _Regions(graph), list[str](), graph.copy()
     for n in found.graph.nodes:
@@ -64,7 +64,7 @@ def _opens(graph: Graph, n: Node, in_integers: NodeTest, integer_operators: Cont
     alone = graph.copy()
     alone.nodes, alone.outputs = [n], [n.output]
     opened, wholes = open_composites(alone, in_integers, integer_operators)
-    return bool(wholes) and len(opened.nodes) <= _FEW and all(m.op != "Curve" for m in opened.nodes)
+    return bool(wholes) and len(opened.nodes) <= _FEW and all(m.op != CURVE for m in opened.nodes)
 
 
 class _Regions:
@@ -146,4 +146,4 @@ class _Regions:
             operands = (names[i] if i in names else float(weights[i]) for i in n.inputs if i is not None)
             steps.append(Step(n.op, tuple(operands), n.attrs))
             names[n.output] = str(k)
-        return region[-1].with_(op="Curve", inputs=(x,), attrs={"steps": text_of(steps)})
+        return region[-1].with_(op=CURVE, inputs=(x,), attrs={"steps": text_of(steps)})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from chipfit.engine.curves import Step, steps_of, text_of
+from chipfit.engine.curves import CURVE, Step, steps_of, text_of
 from chipfit.engine.shapes import Shape
 from chipfit.graph.edit import taken_names
 from chipfit.graph.folds import batch_norm_terms
@@ -124,11 +124,11 @@ def _mish(new: NewNodes, n: Node) -> str:
     return new("Mul", n.data, new("Tanh", soft))
 
 
-def _elu(new: NewNodes, n: Node) -> str:
-    """Return scale (max(x, 0) + alpha (exp(min(x, 0)) - 1))."""
-    alpha, scale = (n.attrs["alpha"], 1.0) if n.op == "Elu" else (1.6732632423543772, 1.0507009873554805)
-    below = new("Mul", new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0), alpha * scale)
-    return new("Add", new("Mul", new("Relu", n.data), scale), below)
+def _elu(new: NewNodes, n: Node, alpha: str = "", scale: str = "1") -> str:
+    """Return scale (max(x, 0) + alpha (exp(min(x, 0)) - 1)); alpha is an attribute unless it is given."""
+    below = new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0)
+    below = new("Mul", below, float(alpha or n.attrs["alpha"]) * float(scale))
+    return new("Add", new("Mul", new("Relu", n.data), float(scale)), below)
 
 
 def _clamp(new: NewNodes, n: Node) -> str:
@@ -165,8 +165,8 @@ def _erf(new: NewNodes, n: Node) -> str:
 def _divide(new: NewNodes, n: Node) -> str:
     """Return the product with the reciprocal of a constant; in integers of any divisor, by a table of reciprocals."""
     by = new.graph.weights.get(n.inputs[1] or "")
-    if by is None and new.integers and "Curve" in new.holds:
-        inverse = new("Curve", n.inputs[1], steps=text_of([Step("Reciprocal", ("0",), {})]))
+    if by is None and new.integers and CURVE in new.holds:
+        inverse = new(CURVE, n.inputs[1], steps=text_of([Step("Reciprocal", ("0",), {})]))
         return new("Mul", n.data, inverse, gives=new.shape(n.output))
     if n.data not in new.graph.values or by is None or not by.is_floating_point() or bool((by == 0).any()):
         new.refuse("its divisor is not a constant, or holds 0")
@@ -481,9 +481,8 @@ def _unstack(new: NewNodes, n: Node) -> list[str]:
 
 Rule = Callable[[NewNodes, Node], str | Sequence[str]]
 _BY_NAME: dict[str, Rule] = {
-    "swish": lambda new, n: new("Mul", n.data, new("Sigmoid", n.data)),
+    "gated": lambda new, n: new("Mul", n.data, new(n.facts.gate, n.data)),
     "hard_sigmoid": lambda new, n: new("Mul", new("Relu6", new("Add", n.data, 3.0)), 1.0 / 6.0),
-    "hard_swish": lambda new, n: new("Mul", n.data, new("HardSigmoid", n.data)),
     "reciprocal": lambda new, n: new("Div", 1.0, n.data),
     "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
     "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
@@ -495,5 +494,3 @@ _BY_NAME: dict[str, Rule] = {
 #: operator -> its rule
 RULES: dict[str, Rule] = {}
 read_column("decompose", lambda op, name: RULES.update({op: resolve(name, _BY_NAME)}), RULES)
-#: the operator x * sigmoid(x)
-SWISH = next(op for op, rule in RULES.items() if rule is _BY_NAME["swish"])

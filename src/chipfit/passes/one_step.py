@@ -16,9 +16,7 @@ from chipfit.graph.ir import Graph, Node, Value
 
 _MOVES = ("Transpose", "Squeeze", "Unsqueeze")
 #: further operators that compute each step by itself, if the axis of steps is none of theirs
-_PER_STEP = tuple(
-    "Linear Dropout Identity Cast BatchNorm LayerNorm RMSNorm Softmax LogSoftmax Concat Split Slice Select".split()
-)
+_PER_STEP = tuple("Linear Dropout Identity Cast BatchNorm Concat Split Slice Select".split())
 _HINT = "write the step as a model of its own, with its states as arguments and results"
 
 
@@ -367,8 +365,8 @@ class _Steps:
         """
         timed = next(i for i in n.inputs if i in self.timed)
         rank, axis = len(self.graph.shape(timed)), self.timed[timed]
-        layout = n.facts.layout
-        if layout not in ("elementwise", "along", "reduce") and n.op not in _PER_STEP:
+        by_step = n.facts.layout in ("elementwise", "along", "reduce") or n.facts.norm == "vectors" or n.facts.softmax
+        if not by_step and n.op not in _PER_STEP:
             self._refuse(n, "it may join several steps")
         for i in n.inputs if n.op not in ("Linear", "BatchNorm") else ():
             shape = self.graph.shape(i) if i is not None and i not in self.timed else ()

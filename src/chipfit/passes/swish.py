@@ -2,10 +2,13 @@
 
 from chipfit.graph.edit import drop_dead, replace_node
 from chipfit.graph.ir import Graph
+from chipfit.operators.table import OPS
 from chipfit.passes.attention import NodeTest
-from chipfit.passes.decompose import SWISH
 from chipfit.passes.rewriting import Readers, Rewritten
 from chipfit.registry import register
+
+_GATE = "Sigmoid"
+_SWISH = next(op for op, row in OPS.items() if row.gate == _GATE)
 
 
 @register("pass", "swish", stage="rewrite", needs=("in_integers",))
@@ -22,9 +25,9 @@ def swish(graph: Graph, in_integers: NodeTest) -> Rewritten:
     for n in [n for n in graph.nodes if n.op == "Mul"]:
         for gate, x in (n.inputs, n.inputs[::-1]):
             s = makers.get(gate or "")
-            if s is None or s.op != "Sigmoid" or s.inputs != (x,) or readers.only(s.output) is None:
+            if s is None or s.op != _GATE or s.inputs != (x,) or readers.only(s.output) is None:
                 continue
-            whole = n.with_(op=SWISH, inputs=(x,), attrs={})
+            whole = n.with_(op=_SWISH, inputs=(x,), attrs={})
             if in_integers(graph, whole) or not (in_integers(graph, n) or in_integers(graph, s)):
                 replace_node(graph, n, whole)
                 notes.append(f"'{n.display_name}' times '{s.display_name}' became SiLU")

@@ -28,7 +28,6 @@ NOT_READ = {
     "Requantize": "put in where a plan wants another grid",
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
     "Squeeze": "read as Reshape, whose target every shape of a Keras model tells",
-    "Roll": "Keras's own stays opaque",
     "Size": "read where a constant is repeated for each sample, see `test_capture`",
     "AdaptiveAvgPool": "Keras's own stays opaque",
     "AdaptiveMaxPool": "Keras's own stays opaque",

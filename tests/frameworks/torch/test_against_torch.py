@@ -276,7 +276,8 @@ class Reading:
             c.args, first = Watched(c.args), len(c.builder.graph.nodes)
             self.tried.add(f"{name}.{c.node.target._overloadname}")
             out = f(c)
-            self.readings.append((name, f, c.node.target._schema, c.args.asked, c.builder.graph.nodes[first:]))
+            function = getattr(f, "func", f)  # of a cell: the function that it names
+            self.readings.append((name, function, c.node.target._schema, c.args.asked, c.builder.graph.nodes[first:]))
             return out
 
         return read
@@ -541,7 +542,7 @@ ONE_VALUE = {
     ("cosine_similarity", "Clamp", "max"): "lengths have a lower bound only",
     ("cosine_similarity", "ReduceL2", "keepdims"): "operands are divided by it",
     ("cosine_similarity", "Sum", "keepdims"): "PyTorch has no other",
-    **{(f, "Softplus", k): "PyTorch has no other" for f in ("log1p", "logaddexp") for k in ("beta", "threshold")},
+    **{(f, "Softplus", k): "PyTorch has no other" for f in ("log_sigmoid", "logaddexp") for k in ("beta", "threshold")},
     **{("logsumexp", op, "keepdims"): "operands are compared with it" for op in ("ReduceMax", "Sum")},
     **{("embedding_bag", op, "axes"): "a row is a bag" for op in ("Sum", "Mean", "ReduceMax")},
     **{("embedding_bag", op, "keepdims"): "PyTorch has no other" for op in ("Sum", "Mean", "ReduceMax")},

@@ -407,7 +407,7 @@ def _enter_cell(
     name: str = "",
     write: str | Write = "",
     reads: str = "",
-    gate: str = "",
+    read: Any = None,
     given: Any = None,
     condition: str = "",
     opset: int = 0,
@@ -416,7 +416,7 @@ def _enter_cell(
     """Enter a cell of the table of operators: fields of `OnnxOp`, or a function `write`.
 
     Args:
-        reads, gate, given: for the reader, see `frameworks.onnx.read`; what is read under another name has no writer.
+        reads, read, given: for the reader, see `frameworks.onnx.read`; what is read under another name has no writer.
         condition: function of `_CONDITIONS`, as in `CONDITIONS`.
         opset: as in `OPSETS`.
     """

@@ -132,18 +132,6 @@ def _patches(o: Any, x: Any) -> Any:
     return ops.reshape(ops.transpose(x, (0, 1, 3, 2, 4, 5)), (-1, h, w, kernel[0] * kernel[1] * x.shape[-1]))
 
 
-def _rolled(o: Any, x: Any) -> Any:
-    """the last elements of an axis in front of the others"""
-    if not isinstance(o.axis, int) or not isinstance(o.shift, int):
-        raise NotImplementedError
-    size = x.shape[o.axis]
-    first = -o.shift % size
-    if first == 0:
-        return x
-    front, back = ops.split(x, [first], o.axis)
-    return ops.concatenate([back, front], o.axis)
-
-
 def _adaptive(pool: Callable[..., Any], reduce: Callable[..., Any]) -> Formula:
     """Return the formula of a pool of as many windows as the layer says: from floor(k n / m) to ceil((k + 1) n / m)."""
 
@@ -389,7 +377,6 @@ FORMULAS: Mapping[str, Formula] = {
     # for these, keras.ops.adaptive_average_pool and adaptive_max_pool infer a wrong shape on symbolic tensors
     **{f"AdaptiveAveragePooling{k}D": _adaptive(ops.average_pool, ops.mean) for k in (1, 2, 3)},
     **{f"AdaptiveMaxPooling{k}D": _adaptive(ops.max_pool, ops.max) for k in (1, 2, 3)},
-    "Roll": _rolled,
     "Median": _median,
     "Ptp": lambda o, x: ops.max(x, o.axis, keepdims=o.keepdims) - ops.min(x, o.axis, keepdims=o.keepdims),
 }

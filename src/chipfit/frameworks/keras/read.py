@@ -20,7 +20,7 @@ from chipfit.frameworks.reading import per_axis, present, require
 from chipfit.graph.einsum import as_product
 from chipfit.graph.hidden_scores import HIDDEN_SCORE
 from chipfit.graph.ir import Value
-from chipfit.operators.table import OPS, attribute_words, by_name, read_column, resolve
+from chipfit.operators.table import OPS, attribute_words, by_name, read_column, reader_of
 
 Reader = Callable[..., Any]
 #: ("layer" or "operation", class name) -> reader
@@ -63,6 +63,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "approximation": lambda yes: "tanh" if yes else "none",
     "one_axis": lambda axis: _integer(axis[0] if isinstance(axis, (list, tuple)) and len(axis) == 1 else axis),
     "integer": _integer,
+    "integers": lambda v: per_axis(present(v), 1),
 }
 
 
@@ -105,8 +106,7 @@ def _enter_cell(
         }
         return r.emit_all(op, inputs, **given, **(fixed or {}))
 
-    own: Reader | None = resolve(read, _READERS_OF)(op) if isinstance(read, str) and read else read or None
-    reads(layers, name)(own or read_cell)
+    reads(layers, name)(reader_of(op, read, _READERS_OF) if read else read_cell)
 
 
 def _number(v: Any) -> float:
@@ -442,12 +442,11 @@ def _depth_to_space(r: KerasCall, x: Value) -> Value:
     return r.emit("DepthToSpace", [moved], block=block)
 
 
-@reads("", "SpaceToDepth")
-def _space_to_depth(r: KerasCall, x: Value) -> Value:
+def _space_to_depth(r: KerasCall, x: Value, *, op: str) -> Value:
     require(_channels_last(r, x))
     block, channels = r.op.block_size, _integer(x.shape[-1])
     order = np.arange(channels * block * block).reshape(-1, block * block).T.ravel()
-    moved = r.emit("SpaceToDepth", [x], r.shape, part="blocks", block=block)
+    moved = r.emit(op, [x], r.shape, part="blocks", block=block)
     return r.emit("Gather", [moved, r.operand(order, "int64")], axis=3)
 
 
@@ -463,26 +462,20 @@ def _pad(r: KerasCall, x: Value, constant_values: Any = None) -> Value:
 # ---------------------------------------------------------------- element by element
 
 
-def _comparison(op: str) -> Reader:
-    def read(r: KerasCall, a: Any, b: Any) -> Value:
-        dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
-        require(len(dtypes) == 1)
-        if any(isinstance(x, float) for x in (a, b)) and "float" not in min(dtypes):
-            dtypes = {"float32"}  # 2 > 1.5: the integer becomes a float
-        (dtype,) = dtypes
-        return r.emit(op, [r.operand(a, dtype), r.operand(b, dtype)])
-
-    return read
+def _comparison(r: KerasCall, a: Any, b: Any, *, op: str) -> Value:
+    dtypes = {x.dtype for x in (a, b) if isinstance(x, Value)}
+    require(len(dtypes) == 1)
+    if any(isinstance(x, float) for x in (a, b)) and "float" not in min(dtypes):
+        dtypes = {"float32"}  # 2 > 1.5: the integer becomes a float
+    (dtype,) = dtypes
+    return r.emit(op, [r.operand(a, dtype), r.operand(b, dtype)])
 
 
-@reads("", "Any")
-@reads("", "All")
-def _any(r: KerasCall, x: Value) -> Value:
+def _any(r: KerasCall, x: Value, *, op: str) -> Value:
     """Read `any` and `all` of conditions as the greatest, or least, of zeros and ones, compared with a half."""
     require(x.dtype == "bool" and bool(x.shape))
-    kind, keep = "ReduceMax" if type(r.op).__name__ == "Any" else "ReduceMin", bool(r.op.keepdims)
     ones = r.step("Cast", [x], "ones", dtype="float32")
-    most = r.step(kind, [ones], "most", axes=_reduced_axes(r, x), keepdims=keep)
+    most = r.step(op, [ones], "most", axes=_reduced_axes(r, x), keepdims=bool(r.op.keepdims))
     return r.emit("Greater", [most, r.operand(0.5, "float32")])
 
 
@@ -611,26 +604,22 @@ def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
     return r.step("Transpose", [x], part, perm=tuple(perm))
 
 
-@reads("", "LayerNorm")
-def _layer_norm(r: KerasCall, x: Value, gamma: Any = None, beta: Any = None) -> Value:
+def _layer_norm(r: KerasCall, x: Value, gamma: Any = None, beta: Any = None, *, op: str) -> Value:
     """Read the function of a normalisation layer over the last axis."""
     require(r.op.axis in (-1, len(x.shape) - 1) and not getattr(r.op, "rms_scaling", False))
     parameters = [None if p is None else r.operand(p) for p in (gamma, beta)]
     eps = float(keras.config.epsilon() if r.op.epsilon is None else r.op.epsilon)
-    return r.emit(type(r.op).__name__, [r.operand(x), *parameters], normalized_shape=(_integer(x.shape[-1]),), eps=eps)
+    return r.emit(op, [r.operand(x), *parameters], normalized_shape=(_integer(x.shape[-1]),), eps=eps)
 
 
-@reads("", "RMSNorm")
-def _rms_norm(r: KerasCall, x: Value, scale: Any = None) -> Value:
-    return _layer_norm(r, x, np.ones(_integer(x.shape[-1])) if scale is None else scale)
+def _rms_norm(r: KerasCall, x: Value, scale: Any = None, *, op: str) -> Value:
+    return _layer_norm(r, x, np.ones(_integer(x.shape[-1])) if scale is None else scale, op=op)
 
 
 # ---------------------------------------------------------------- moving and looking up values
 
 
-@reads("", "Argmax Argmin")
-def _arg_max(r: KerasCall, x: Value) -> Value:
-    op = {"Argmax": "ArgMax", "Argmin": "ArgMin"}[type(r.op).__name__]
+def _arg_max(r: KerasCall, x: Value, *, op: str) -> Value:
     y = r.step(op, [x], "index", axis=r.op.axis, keepdims=bool(r.op.keepdims))
     return r.emit("Cast", [y], dtype=r.dtype)
 
@@ -648,8 +637,8 @@ def _top_k(r: KerasCall, x: Value) -> list[Value] | Value:
     return [values, indices] if kind == "TopK" else indices
 
 
-def _join(op: str) -> Reader:
-    return lambda r, xs: r.emit(op, [r.operand(x) for x in xs], axis=r.op.axis)
+def _join(r: KerasCall, xs: Sequence[Any], *, op: str) -> Value:
+    return r.emit(op, [r.operand(x) for x in xs], axis=r.op.axis)
 
 
 @reads("", "GetItem")
@@ -806,6 +795,6 @@ def _embedding(r: KerasCall, x: Value) -> Value:
     return r.emit("Embedding", [r.weight(r.op.embeddings), index])
 
 
-#: functions from an operator to its reader, which cells name
-_READERS_OF = by_name(_comparison, _join)
+#: functions of a call, its arguments and its canonical operator that cells name
+_READERS_OF = by_name(_comparison, _any, _join, _space_to_depth, _layer_norm, _rms_norm, _arg_max)
 read_column("keras", _enter_cell, READERS, UNTRACEABLE)

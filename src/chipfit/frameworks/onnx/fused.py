@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 from chipfit.frameworks.onnx.call import OnnxCall
-from chipfit.frameworks.onnx.read import READERS
+from chipfit.frameworks.onnx.read import readers_of
 from chipfit.frameworks.reading import Unreadable, present, require
 from chipfit.operators.table import enters
 
@@ -107,7 +107,7 @@ def _activated(f: Body, x: str, parameters: Sequence[float]) -> str:
         return x
     if kind == "Clip" and len(parameters) == 2:
         return f.op(kind, x, *(f.constant(np.float32(p)) for p in parameters))
-    require(kind in READERS and len(parameters) <= 2)
+    require(readers_of(kind) and len(parameters) <= 2)
     return f.op(kind, x, **dict(zip(("alpha", "beta"), parameters, strict=False)))
 
 

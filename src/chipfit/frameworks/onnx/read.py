@@ -14,23 +14,27 @@ import torch
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.model import domain_of
 from chipfit.frameworks.reading import Unreadable, present, require, split_padding
-from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, read_column
+from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, by_name, enters, read_column, reader_of
 
 Reader = Callable[[OnnxCall], Any]
 
-#: ONNX operator -> readers of its nodes, of which the first that understands one counts
+#: ONNX operator -> readers of its cells, of which the first that understands a node counts
 READERS: dict[str, list[Reader]] = {}
+#: ONNX operator -> the function that reads it in place of cells
+_FUNCTIONS: dict[str, Reader] = {}
+reads = enters(_FUNCTIONS)
 
 
-#: operator f -> the operator x f(x)
-GATED: dict[str, str] = {}
+def readers_of(kind: str) -> Sequence[Reader]:
+    """Return the readers of an ONNX operator, to be tried in order."""
+    return [_FUNCTIONS[kind]] if kind in _FUNCTIONS else READERS.get(kind, ())
 
 
 def read(c: OnnxCall) -> list[Operand]:
     """Read a node; raises Unreadable where it has no canonical equivalent."""
     why: Unreadable | None = None
     kind = f"{c.node.op_type}@{c.node.domain}" if domain_of(c.node) else c.node.op_type
-    for reader in READERS.get(kind, ()):
+    for reader in readers_of(kind):
         mark = c.builder.mark()
         try:
             found = reader(c)
@@ -62,7 +66,7 @@ def _enter_cell(
     constants: str = "",
     fixed: Mapping[str, Any] | None = None,
     given: Mapping[str, Any] | None = None,
-    gate: str = "",
+    read: str | Callable[..., Any] = "",
     write: Any = None,
     condition: str = "",
     opset: int = 0,
@@ -76,7 +80,7 @@ def _enter_cell(
         constants: operands behind the data that are constants, as "attribute:form" or "number:form".
         fixed: attributes that the node must have.
         given: attributes of the canonical operator that ONNX does not have.
-        gate: operator f, if this one is x f(x).
+        read: a reader that takes the place of the fields above, or the name of a function of `_READERS_OF`.
         write, condition, opset: for the writer, see `export.onnx.ops`.
     """
     slots = OPS[op].slots
@@ -105,27 +109,13 @@ def _enter_cell(
         require(sum(bool(o) for o in c.outputs) == 1)
         return c.emit(op, operands, **found, **(given or {}))
 
-    if gate:
-        GATED[gate] = op
+    own = reader_of(op, read, _READERS_OF) if read else read_cell
     for word in (reads or name).split():
-        READERS.setdefault(word, []).append(read_cell)
+        READERS.setdefault(word, []).append(own)
 
 
 def _close(a: Any, b: Any) -> bool:
     return isinstance(a, float) and isinstance(b, (int, float)) and bool(np.float32(a) == np.float32(b))
-
-
-def reads(names: str) -> Callable[[Reader], Reader]:
-    """Decorate a function as the reader of ONNX operators, named with spaces between, in place of cells."""
-
-    def enter(f: Reader) -> Reader:
-        READERS.update((name, [f]) for name in names.split())
-        return f
-
-    return enter
-
-
-read_column("onnx", _enter_cell, READERS, GATED)
 
 
 # ---------------------------------------------------------------- windows
@@ -368,32 +358,26 @@ def _batch_norm(c: OnnxCall) -> Any:
     return c.emit("BatchNorm", [c.operand(0), c.weight(1), c.weight(2), *statistics], eps=c.attr("epsilon"))
 
 
-@reads("LayerNormalization RMSNormalization SimplifiedLayerNormalization")
-def _layer_norm(c: OnnxCall) -> Any:
+def _layer_norm(c: OnnxCall, op: str) -> Any:
     x = c.operand(0)
     shape = x.shape[(c.attr("axis") if c.attr("axis") is not None else -1) % x.rank :]
     operands = [c.weight(k) for k in (1, 2) if c.optional(k) is not None]
     require(None not in shape and sum(map(bool, c.outputs)) <= 1 and not any(o.shape != shape for o in operands))
-    op = "LayerNorm" if c.node.op_type == "LayerNormalization" else "RMSNorm"
     eps = c.attr("epsilon")
     return c.emit(op, [x, *operands], normalized_shape=tuple(shape), eps=1e-5 if eps is None else eps)
 
 
-@reads("GroupNormalization")
-def _group_norm(c: OnnxCall) -> Any:
+def _group_norm(c: OnnxCall, op: str) -> Any:
     groups, channels = c.attr("num_groups"), c.operand(0).shape[1]
     require(channels is not None)
     each = channels // groups if c.opset < 21 else 1
     how = _changed(each == 1, f"each{each}", lambda t: t.repeat_interleave(each))
-    return c.emit(
-        "GroupNorm", [c.operand(0), c.weight(1, *how), c.weight(2, *how)], groups=groups, eps=c.attr("epsilon")
-    )
+    return c.emit(op, [c.operand(0), c.weight(1, *how), c.weight(2, *how)], groups=groups, eps=c.attr("epsilon"))
 
 
-@reads("Softmax LogSoftmax")
-def _softmax(c: OnnxCall) -> Any:
+def _softmax(c: OnnxCall, op: str) -> Any:
     """Read softmax; before opset 13 it is over all axes from `axis` on."""
-    x, axis, op = c.operand(0), c.attr("axis"), c.node.op_type
+    x, axis = c.operand(0), c.attr("axis")
     if c.opset >= 13 or axis % x.rank == x.rank - 1:
         return c.emit(op, [x], axis=axis)
     axis %= x.rank
@@ -454,38 +438,33 @@ def _clip(c: OnnxCall) -> Any:
     return c.operand(0) if low is None and high is None else c.emit("Clamp", [c.operand(0)], min=low, max=high)
 
 
-@reads("PRelu")
-def _prelu(c: OnnxCall) -> Any:
+def _prelu(c: OnnxCall, op: str) -> Any:
     x, slope = c.operand(0), c.operand(1)
     count = present(slope.constant).size
     require(x.rank >= 2 or count == 1)
     shape = (1,) * (x.rank - slope.rank) + tuple(slope.shape)
     if x.rank > 1 and shape[0] == 1 and shape[1] == x.shape[1] and set(shape[2:]) <= {1}:
-        return c.emit(
-            "PRelu", [x, c.weight(1, *_changed(slope.rank == 1 and x.rank == 2, "flat", lambda t: t.reshape(-1)))]
-        )
+        return c.emit(op, [x, c.weight(1, *_changed(slope.rank == 1 and x.rank == 2, "flat", lambda t: t.reshape(-1)))])
     if count == 1:
-        return c.emit("PRelu", [x, c.weight(1, *_changed(slope.rank == 1, "flat", lambda t: t.reshape(-1)))])
+        return c.emit(op, [x, c.weight(1, *_changed(slope.rank == 1, "flat", lambda t: t.reshape(-1)))])
     require(shape[0] == 1)
-    return c.emit("PRelu", [x, c.weight(1, "sample", lambda t: t.reshape(shape[1:]))])
+    return c.emit(op, [x, c.weight(1, "sample", lambda t: t.reshape(shape[1:]))])
 
 
-@reads("HardSigmoid")
-def _hard_sigmoid(c: OnnxCall) -> Any:
+def _hard_sigmoid(c: OnnxCall, op: str) -> Any:
     """Read max(0, min(1, alpha x + beta)); PyTorch's has alpha 1/6 and beta 1/2."""
     alpha, beta = c.attr("alpha"), c.attr("beta")
     if _close(alpha, 1 / 6) and beta == 0.5:
-        return c.emit("HardSigmoid", [c.operand(0)])
+        return c.emit(op, [c.operand(0)])
     y = c.step("Mul", [c.operand(0), _number(c, alpha, "alpha")])
     y = c.step("Add", [y, _number(c, beta, "beta")])
     return c.emit("Clamp", [y], min=0.0, max=1.0)
 
 
-@reads("Gelu Gelu@com.microsoft FastGelu@com.microsoft BiasGelu@com.microsoft")
-def _gelu(c: OnnxCall) -> Any:
+def _gelu(c: OnnxCall, op: str) -> Any:
     x = c.operand(0) if c.optional(1) is None else c.step("Add", [c.operand(0), c.operand(1)])
     tanh = "tanh" if "Fast" in c.node.op_type else c.attr("approximate") or "none"
-    return c.emit("Gelu", [x], approximate=tanh)
+    return c.emit(op, [x], approximate=tanh)
 
 
 @reads("QuickGelu@com.microsoft")
@@ -510,14 +489,13 @@ def _variadic(c: OnnxCall) -> Any:
     return c.emit("Mul", [first, _number(c, 1 / (len(rest) + 1), "share")]) if mean else first
 
 
-@reads("Mod")
-def _mod(c: OnnxCall) -> Any:
+def _mod(c: OnnxCall, op: str) -> Any:
     """Read a remainder; with fmod it has the sign of the dividend: sign(a) (|a| mod |b|)."""
     a, b = c.operand(0), c.operand(1)
     require(a.dtype is b.dtype)
     if not c.attr("fmod"):
-        return c.emit("Mod", [a, b])
-    rest = c.step("Mod", [c.step("Abs", [a], f"{c.name}_dividend"), c.step("Abs", [b], f"{c.name}_divisor")])
+        return c.emit(op, [a, b])
+    rest = c.step(op, [c.step("Abs", [a], f"{c.name}_dividend"), c.step("Abs", [b], f"{c.name}_divisor")])
     return c.emit("Mul", [rest, c.step("Sign", [a])])
 
 
@@ -526,10 +504,8 @@ def _xor(c: OnnxCall) -> Any:
     return c.emit("LogicalNot", [c.step("Equal", [c.operand(0), c.operand(1)])])
 
 
-@reads("Div Pow")
-def _arithmetic(c: OnnxCall) -> Any:
+def _arithmetic(c: OnnxCall, op: str) -> Any:
     a, b = c.operand(0), c.operand(1)
-    op = c.node.op_type
     if (op == "Div" and not a.dtype.is_floating_point) or a.dtype is not b.dtype:
         require(op == "Pow" and b.constant is not None and a.dtype.is_floating_point)
         b = c.new_weight(torch.from_numpy(np.array(b.constant)).float(), "exponent")
@@ -539,28 +515,24 @@ def _arithmetic(c: OnnxCall) -> Any:
 # ---------------------------------------------------------------- reductions
 
 
-@reads(
-    "ReduceMean ReduceSum ReduceL2 ReduceMax ReduceMin ReduceProd ReduceSumSquare ReduceL1 ReduceLogSum ReduceLogSumExp"
-)
-def _reduce(c: OnnxCall) -> Any:
+def _reduce(c: OnnxCall, op: str) -> Any:
+    kind = c.node.op_type
     x, axes, keepdims = c.operand(0), c.integers("axes", 1), bool(c.attr("keepdims"))
     if not axes and c.attr("noop_with_empty_axes"):
-        require(c.node.op_type not in ("ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"))
+        require(kind not in ("ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"))
         return x
     axes = tuple(a % x.rank for a in axes) if axes else tuple(range(x.rank))
-    kind = c.node.op_type.removeprefix("Reduce")
-    require(axes and (x.dtype.is_floating_point or kind not in ("Mean", "L2", "SumSquare")))
-    if kind == "Mean" and keepdims and x.rank > 3 and sorted(axes) == [*range(2, x.rank)]:
+    require(axes and (x.dtype.is_floating_point or kind not in ("ReduceMean", "ReduceL2", "ReduceSumSquare")))
+    if op == "Mean" and keepdims and x.rank > 3 and sorted(axes) == [*range(2, x.rank)]:
         return c.emit("GlobalAvgPool", [x])  # which exporters write so, and runtimes compute in integers
-    if kind == "Mean" and x.rank == 4 and sorted(axes) == [2, 3]:
+    if op == "Mean" and x.rank == 4 and sorted(axes) == [2, 3]:
         return _reshape_to(c, c.step("GlobalAvgPool", [x]), [m.shape[:2] for m in x.metas])
-    if kind in ("LogSum", "LogSumExp"):
-        x = c.step("Exp", [x]) if kind == "LogSumExp" else x
-        return c.emit("Log", [c.step("Sum", [x], axes=axes, keepdims=keepdims)])
-    if kind in ("SumSquare", "L1"):
-        x = c.step("Mul", [x, x]) if kind == "SumSquare" else c.step("Abs", [x])
-        kind = "Sum"
-    return c.emit(kind if kind in ("Mean", "Sum") else f"Reduce{kind}", [x], axes=axes, keepdims=keepdims)
+    if kind in ("ReduceLogSum", "ReduceLogSumExp"):
+        x = c.step("Exp", [x]) if kind == "ReduceLogSumExp" else x
+        return c.emit(op, [c.step("Sum", [x], axes=axes, keepdims=keepdims)])
+    if kind in ("ReduceSumSquare", "ReduceL1"):
+        x = c.step("Mul", [x, x]) if kind == "ReduceSumSquare" else c.step("Abs", [x])
+    return c.emit(op, [x], axes=axes, keepdims=keepdims)
 
 
 # ---------------------------------------------------------------- moving data
@@ -736,10 +708,9 @@ def _gather(c: OnnxCall) -> Any:
     return c.emit("Gather", [x, index], axis=axis)
 
 
-@reads("GatherElements")
-def _gather_elements(c: OnnxCall) -> Any:
+def _gather_elements(c: OnnxCall, op: str) -> Any:
     axis = c.attr("axis") % c.operand(0).rank
-    return c.emit("GatherElements", [c.operand(0), _from_front(c, 1, axis)], axis=axis)
+    return c.emit(op, [c.operand(0), _from_front(c, 1, axis)], axis=axis)
 
 
 def _from_front(c: OnnxCall, index: int, axis: int) -> Operand:
@@ -865,12 +836,19 @@ def _depth_to_space(c: OnnxCall) -> Any:
     return c.emit("DepthToSpace", [x], block=block)
 
 
-@reads("SpaceToDepth")
-def _space_to_depth(c: OnnxCall) -> Any:
+def _space_to_depth(c: OnnxCall, op: str) -> Any:
     x, block = c.operand(0), c.attr("blocksize")
     if c.attr("mode") == "CRD":
-        return c.emit("SpaceToDepth", [x], block=block)
+        return c.emit(op, [x], block=block)
     require(x.shape[1] is not None)
-    y = c.step("SpaceToDepth", [x], block=block)
+    y = c.step(op, [x], block=block)
     order = torch.arange(x.shape[1] * block * block).reshape(-1, block * block).t().reshape(-1)
     return c.emit("Gather", [y, c.new_weight(order, "order")], axis=1)
+
+
+#: functions of a call and its canonical operator that cells name
+_READERS_OF = by_name(
+    *(_layer_norm, _group_norm, _softmax, _prelu, _hard_sigmoid, _gelu, _mod, _arithmetic, _reduce, _gather_elements),
+    _space_to_depth,
+)
+read_column("onnx", _enter_cell, READERS)

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from chipfit.frameworks.onnx.read import GATED
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import OPS
 from chipfit.passes.attention import attention
 
 
@@ -135,11 +135,12 @@ class _Layers:
 
     def gates(self) -> Iterator[tuple[Node, Node]]:
         """Find x f(x) of the gated operators."""
+        gated = {row.gate: op for op, row in OPS.items() if row.gate}
         for n in self.named("Mul"):
             for x, gate in (n.inputs, n.inputs[::-1]):
-                s = self.maker(gate, *GATED)
+                s = self.maker(gate, *gated)
                 if s is not None and s.data == x:
-                    yield n, n.with_(op=GATED[s.op], inputs=(x,), layer_type=GATED[s.op])
+                    yield n, n.with_(op=gated[s.op], inputs=(x,), layer_type=gated[s.op])
                     break
 
     def gelus(self) -> Iterator[tuple[Node, Node]]:

@@ -20,7 +20,7 @@ from chipfit.frameworks.tflite.model import WIDE, Facts, Operator, Tensor, Tflit
 from chipfit.frameworks.tflite.read import Call, Reading
 from chipfit.frameworks.tflite.variables import packed
 from chipfit.graph.check import check
-from chipfit.graph.ir import DYNAMIC, FIXED_BATCH, Graph, Node, Value
+from chipfit.graph.ir import DYNAMIC, FIXED_BATCH, REQUANTIZE, Graph, Node, Value
 from chipfit.passes.layout import LayoutChange, apply_layout, keep_constant_names
 from chipfit.plan.record import NodePlan, Plan, Role, TensorPlan
 from chipfit.quantizers.stored import Stored
@@ -184,7 +184,7 @@ class _QuantizedReading(Reading):
             return
         before = len(self.builder.graph.nodes)
         if op.kind == "QUANTIZE" and op.inputs[0] in self.values:
-            self.values[op.outputs[0]] = Call(self, op).emit("Requantize", [self.values[op.inputs[0]]])
+            self.values[op.outputs[0]] = Call(self, op).emit(REQUANTIZE, [self.values[op.inputs[0]]])
         else:
             super()._read(op)
         new = self.builder.graph.nodes[before:]

@@ -16,7 +16,7 @@ from chipfit.files import package_data
 from chipfit.frameworks.reading import Unreadable, per_axis, present, require, split_padding
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
-from chipfit.operators.table import OPS, attribute_words, enters, read_column
+from chipfit.operators.table import OPS, attribute_words, by_name, enters, read_column, reader_of
 
 Reader = Callable[[TorchCall], Any]
 
@@ -63,7 +63,7 @@ def enter_cell(
     operands: str = "",
     attrs: str = "",
     only: Mapping[str, Any] | None = None,
-    read: Reader | None = None,
+    read: str | Reader = "",
 ) -> None:
     """Enter the reader of ATen operators that become one node: a cell of the table of operators.
 
@@ -76,7 +76,7 @@ def enter_cell(
             "self", or "self# other#" for two operands.
         attrs: "attribute=argument:conversion" for each attribute, by `_CONVERSIONS`.
         only: arguments with the values that have a canonical equivalent; an argument may also be None.
-        read: a reader that takes the place of the other fields.
+        read: a reader that takes the place of the other fields, or the name of a function of `_READERS_OF`.
     """
     operands = operands or ("self# other#" if OPS[op].slots == ("in0", "in1") else "self")
     slots = [(word.rstrip("?#"), word[-1]) for word in operands.split()]
@@ -90,7 +90,7 @@ def enter_cell(
         inputs = [by_mark.get(mark, c.value)(k) for k, mark in slots]
         return c.emit(op, inputs, **{attr: convert(c, c.static(k)) for attr, k, convert in attributes})
 
-    READERS.update(dict.fromkeys(name.split(), read or read_cell))
+    READERS.update(dict.fromkeys(name.split(), reader_of(op, read, _READERS_OF) if read else read_cell))
 
 
 # ---------------------------------------------------------------- products and sums
@@ -209,12 +209,10 @@ def _lerp(c: TorchCall) -> Any:
     return c.emit("Add", [start, c.step("Mul", [gap, c.number_or_value("weight")])])
 
 
-@reads("log1p expm1 log_sigmoid")
+@reads("log1p expm1")
 def _near_zero(c: TorchCall) -> Any:
     """Read functions that PyTorch has for small results by the operators that they stand for."""
     x = c.cast_to_result("self")
-    if c.name == "log_sigmoid":  # -softplus(-x)
-        return c.emit("Neg", [c.step("Softplus", [c.step("Neg", [x])], beta=1.0, threshold=20.0)])
     if c.name == "log1p":
         return c.emit("Log", [c.step("Add", [x, c.constant(1.0)])])
     return c.emit("Sub", [c.step("Exp", [x]), c.constant(1.0)])
@@ -244,11 +242,10 @@ def _floor_divide(c: TorchCall) -> Any:
     return c.emit("FloorDiv", operands)
 
 
-@reads("fmod")
-def _remainder(c: TorchCall) -> Any:
+def _remainder(c: TorchCall, op: str) -> Any:
     """Read a remainder with the sign of the dividend: sign(a) (|a| mod |b|)."""
     a, b = c.number_or_value("self"), c.number_or_value("other")
-    return c.emit("Mul", [c.step("Mod", [c.step("Abs", [a]), c.step("Abs", [b])]), c.step("Sign", [a])])
+    return c.emit("Mul", [c.step(op, [c.step("Abs", [a]), c.step("Abs", [b])]), c.step("Sign", [a])])
 
 
 @reads("hypot")
@@ -317,29 +314,35 @@ def _distances(c: TorchCall) -> Any:
     return c.emit("ReduceL2", [c.step("Sub", apart)], axes=(c.result.dim(),), keepdims=False)
 
 
-@reads("celu")
-def _celu(c: TorchCall) -> Any:
+def _celu(c: TorchCall, op: str) -> Any:
     """Read celu(x) as alpha elu(x / alpha)."""
     x, alpha = c.value("self"), float(c.static("alpha"))
     if alpha == 1:
-        return c.emit("Elu", [x], alpha=1.0)
+        return c.emit(op, [x], alpha=1.0)
     shrunk = c.step("Mul", [x, c.builder.scalar(c.node.name, 1 / alpha, c.result)])
-    return c.emit("Mul", [c.step("Elu", [shrunk], alpha=1.0), c.builder.scalar(c.node.name, alpha, c.result)])
+    return c.emit("Mul", [c.step(op, [shrunk], alpha=1.0), c.builder.scalar(c.node.name, alpha, c.result)])
 
 
-@reads("rrelu")
-def _random_slope(c: TorchCall) -> Any:
+def _random_slope(c: TorchCall, op: str) -> Any:
     """Read a leaky ReLU whose slope is random while it trains, and the middle of its range afterwards."""
     require(not c.static("training"))
-    return c.emit("LeakyRelu", [c.value("self")], negative_slope=(c.static("lower") + c.static("upper")) / 2)
+    return c.emit(op, [c.value("self")], negative_slope=(c.static("lower") + c.static("upper")) / 2)
 
 
-@reads("logaddexp")
-def _log_add_exp(c: TorchCall) -> Any:
+#: attributes of log(1 + exp(x))
+_PLAIN_SOFTPLUS = {"beta": 1.0, "threshold": 20.0}
+
+
+def _log_sigmoid(c: TorchCall, op: str) -> Any:
+    """Read log(sigmoid(x)) as -softplus(-x)."""
+    return c.emit("Neg", [c.step(op, [c.step("Neg", [c.cast_to_result("self")])], **_PLAIN_SOFTPLUS)])
+
+
+def _log_add_exp(c: TorchCall, op: str) -> Any:
     """Read log(exp(a) + exp(b)) as max(a, b) + softplus(-|a - b|)."""
     a, b = c.cast_to_result("self"), c.cast_to_result("other")
     gap = c.step("Neg", [c.step("Abs", [c.step("Sub", [a, b])])])
-    return c.emit("Add", [c.step("Max", [a, b]), c.step("Softplus", [gap], beta=1.0, threshold=20.0)])
+    return c.emit("Add", [c.step("Max", [a, b]), c.step(op, [gap], **_PLAIN_SOFTPLUS)])
 
 
 # ---------------------------------------------------------------- pooling and reduction
@@ -359,31 +362,25 @@ def _adaptive_pool(c: TorchCall) -> Any:
     return c.emit(f"{kind}Pool", [c.value("self")], kernel=kernel, stride=kernel, **plain, **own)
 
 
-_REDUCTIONS = {"mean": "Mean", "sum": "Sum", "amax": "ReduceMax", "amin": "ReduceMin"}
-
-
-@reads(" ".join(_REDUCTIONS))
-def _reduce(c: TorchCall) -> Any:
+def _reduce(c: TorchCall, op: str) -> Any:
     x, axes, keep = c.tensor("self"), c.static("dim"), bool(c.static("keepdim"))
     axes = tuple(range(x.dim())) if axes in (None, ()) else tuple(a % x.dim() for a in per_axis(axes, 1))
     require(c.args.get("dtype") in (None, x.dtype))
     data = c.cast_to_result("self") if x.dtype is torch.bool and c.name == "sum" else c.value("self")
     if c.name != "mean" or x.dim() != 4 or sorted(axes) != [2, 3]:
-        return c.emit(_REDUCTIONS[c.name], [data], axes=axes, keepdims=keep)
+        return c.emit(op, [data], axes=axes, keepdims=keep)
     if keep:
         return c.emit("GlobalAvgPool", [c.value("self")])
     return c.emit("Reshape", [c.step("GlobalAvgPool", [c.value("self")])], shape=_reshape_target(c.result.shape))
 
 
-@reads("any all")
-def _any(c: TorchCall) -> Any:
+def _any(c: TorchCall, op: str) -> Any:
     """Read whether any, or all, of some conditions hold: the largest, or least, of zeros and ones is above a half."""
     x, dim = c.tensor("self"), c.args.get("dim")
     require(x.dtype is torch.bool and x.dim() != 0)
     axes = tuple(range(x.dim())) if dim is None else tuple(a % x.dim() for a in per_axis(c.static("dim"), 1))
     ones = c.step("Cast", [c.value("self")], dtype="float32")
-    kind = "ReduceMax" if c.name == "any" else "ReduceMin"
-    most = c.step(kind, [ones], axes=axes, keepdims=bool(c.args.get("keepdim")))
+    most = c.step(op, [ones], axes=axes, keepdims=bool(c.args.get("keepdim")))
     return c.emit("Greater", [most, c.builder.scalar(c.node.name, 0.5, c.result.to(torch.float32))])
 
 
@@ -479,24 +476,17 @@ def _log_sum_exp(c: TorchCall) -> Any:
     return c.emit("Squeeze", [c.step("Add", [logs, top])], axes=axes)
 
 
-@reads("instance_norm")
-def _instance_norm(c: TorchCall) -> Any:
+def _instance_norm(c: TorchCall, op: str) -> Any:
     """Read the norm of each sample's channels, or of all samples' channels by running statistics."""
     by_sample = c.static("use_input_stats")
     statistics = [] if by_sample else [c.value("running_mean"), c.value("running_var")]
     inputs = [c.value("input"), c.optional("weight"), c.optional("bias"), *statistics]
-    return c.emit("InstanceNorm" if by_sample else "BatchNorm", inputs, eps=float(c.static("eps")))
+    return c.emit(op if by_sample else "BatchNorm", inputs, eps=float(c.static("eps")))
 
 
-@reads("softmax _softmax log_softmax _log_softmax")
-def _softmax(c: TorchCall) -> Any:
-    """Read softmax of the operand in the type of the argument `dtype`."""
-    return c.emit("LogSoftmax" if "log" in c.name else "Softmax", [c.cast_to_result("self")], axis=c.static("dim"))
-
-
-@reads("cumsum")
-def _cumsum(c: TorchCall) -> Any:
-    return c.emit("CumSum", [c.cast_to_result("self")], axis=c.static("dim"))
+def _along_axis(c: TorchCall, op: str) -> Any:
+    """Read a softmax or running sum of the operand in the type of the argument `dtype`."""
+    return c.emit(op, [c.cast_to_result("self")], axis=c.static("dim"))
 
 
 @reads("max min")
@@ -512,16 +502,15 @@ def _max_min(c: TorchCall) -> Any:
     return values, c.step(f"Arg{kind}", [x], axis=axes[0], keepdims=keep)
 
 
-@reads("topk sort argsort")
-def _top_k(c: TorchCall) -> Any:
-    """Read `topk`, `sort` and `argsort` as TopK, which orders equal values by their index as runtimes do."""
+def _top_k(c: TorchCall, op: str) -> Any:
+    """Read `topk`, `sort` and `argsort` as the operator that orders equal values by their index as runtimes do."""
     require(isinstance(c.static("k") or 0, int) and c.rank)
     largest = bool(c.static("largest" if c.name == "topk" else "descending"))
     how = {"k": c.static("k"), "axis": c.static("dim") % c.rank, "largest": largest}
     if c.name != "argsort":
-        return c.emit_all("TopK", **how)
+        return c.emit_all(op, **how)
     likes = [c.tensor("self"), c.result]
-    return c.builder.append(c.node, "TopK", [c.value("self")], how, likes)[1]
+    return c.builder.append(c.node, op, [c.value("self")], how, likes)[1]
 
 
 @reads("kthvalue median")
@@ -652,22 +641,20 @@ def _split(c: TorchCall) -> Any:
     return c.emit_all("Split", axis=axis, sizes=sizes)
 
 
-@reads("unbind")
-def _unbind(c: TorchCall) -> Any:
-    return c.emit_all("Unstack", axis=c.static("dim") % c.rank)
+def _unbind(c: TorchCall, op: str) -> Any:
+    return c.emit_all(op, axis=c.static("dim") % c.rank)
 
 
 _STACKS = {"vstack": 0, "hstack": 1, "column_stack": 1, "dstack": 2}
 
 
-@reads(f"cat concat concatenate stack {' '.join(_STACKS)}")
-def _concat(c: TorchCall) -> Any:
+def _concat(c: TorchCall, op: str) -> Any:
     tensors, axis = c.builder.arg(c.args["tensors"]), _STACKS.get(c.name)
     if axis is None:
         axis = c.static("dim" if "dim" in c.args else "axis") % c.result.dim()
     elif any(x.meta["val"].dim() <= max(axis, 1) for x in c.args["tensors"]):  # they get further axes
         raise Unreadable
-    return c.emit("Stack" if c.name == "stack" else "Concat", tensors, axis=axis)
+    return c.emit(op, tensors, axis=axis)
 
 
 @reads("expand expand_as broadcast_to")
@@ -955,6 +942,11 @@ def _to(c: TorchCall) -> Any:
     return c.emit("Cast", [c.value("self")], dtype=str(c.result.dtype).removeprefix("torch."))
 
 
+#: functions of a call and its canonical operator that cells name
+_READERS_OF = by_name(
+    *(_remainder, _celu, _random_slope, _log_sigmoid, _log_add_exp, _reduce, _any, _instance_norm, _along_axis),
+    *(_top_k, _unbind, _concat),
+)
 read_column("torch", enter_cell, READERS)
 
 

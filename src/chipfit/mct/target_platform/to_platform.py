@@ -13,7 +13,7 @@ from chipfit.quantizers.grids import all_codes
 from chipfit.validation import translate_errors
 
 #: operators that pass quantized values on if their results have no quantizer: pass-through operators, and a few more
-_CARRYING = {o for o, facts in OPS.items() if facts.moves} | {"ArgMax", "ArgMin", "Cast", "Pad", "Size"}
+_CARRYING = {o for o, facts in OPS.items() if facts.moves or facts.extreme} | {"Cast", "Pad", "Size"}
 _COMMON: dict[str, Any] = {"src": ("python",), "conf": "D"}
 
 
