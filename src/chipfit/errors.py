@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 _HOME = str(Path(__file__).parent) + os.sep
+#: longest word and longest part of a message; a file may hold names of any length
+_WORD, _PART = 200, 4000
+_LONG_WORD = re.compile(rf"\S{{{_WORD + 1},}}")
 
 
 class ChipfitError(Exception):
@@ -21,7 +25,8 @@ class ChipfitError(Exception):
     def __init__(
         self, what: str, *, where: str = "", got: object = None, allowed: object = None, hint: str = ""
     ) -> None:
-        self.what, self.where, self.got, self.allowed, self.hint = what, where, got, allowed, hint
+        self.what, self.where, self.hint = shortened(what), shortened(where), shortened(hint)
+        self.got, self.allowed = (shortened(x) if isinstance(x, str) else x for x in (got, allowed))
         sentences = [what, *(f"{label.capitalize()}: {fact}" for label, fact in self.facts.items())]
         super().__init__(" ".join(f"{s.rstrip('.')}." for s in sentences))
 
@@ -30,6 +35,16 @@ class ChipfitError(Exception):
         """The facts of the message by label, without the sentence."""
         facts = {"where": self.where or None, "got": self.got, "allowed": self.allowed, "try": self.hint or None}
         return {label: fact for label, fact in facts.items() if fact is not None}
+
+
+def shortened(text: str) -> str:
+    """Return a text without the middle of words, and of the whole, that are too long to be read."""
+    return _cut(_LONG_WORD.sub(lambda m: _cut(m[0], _WORD), str(text)), _PART)
+
+
+def _cut(text: str, most: int) -> str:
+    half = most // 2 - 8
+    return text if len(text) <= most else f"{text[:half]} ... [{len(text):,} characters] ... {text[-half:]}"
 
 
 def raised_outside_chipfit(e: BaseException) -> bool:
@@ -180,7 +195,7 @@ class UnknownNameError(ChipfitError):
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, near: Iterable[str] = (), hint: str = "") -> None:
-        name, known = str(name), sorted(map(str, known))  # users and files give any type
+        name, known = shortened(str(name)), sorted(map(str, known))  # users and files give any type
         self.near = list(dict.fromkeys([*near, *difflib.get_close_matches(name, known, n=5, cutoff=0.5)]))[:5]
         more = "" if len(known) <= 12 else f" and {len(known) - 12} more"
         allowed = None if self.near else ", ".join(map(repr, known[:12])) + more or "none is defined"

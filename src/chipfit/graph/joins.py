@@ -37,18 +37,28 @@ def parts(graph: Graph, value: str, producers: Mapping[str, Node]) -> list[str]:
     Args:
         producers: as `Graph.producers` returns them.
     """
-    node = producers.get(value)
+    found, left = dict[str, list[str]](), [value]
+    while left:
+        here = left[-1]
+        before, whole = _read_of(graph, here, producers.get(here))
+        if new := [v for v in before if v not in found]:
+            left += new
+            continue
+        joined = [*dict.fromkeys(p for v in before for p in found[v])]
+        found[left.pop()] = joined if whole or len(joined) > 1 else [here]
+    return found[value]
+
+
+def _read_of(graph: Graph, value: str, node: Node | None) -> tuple[list[str], bool]:
+    """Return what an operator joins, moves or applies a constant to, and whether its result holds the same numbers."""
     if node is None:
-        return [value]
+        return [], False
     if is_join(node):
-        joined = (parts(graph, i, producers) for i in node.inputs if i is not None and graph.is_float(i))
-        return list(dict.fromkeys(p for found in joined for p in found))
-    moved = moved_from(graph, node)
-    before = moved or rescaled_from(graph, node)
-    found = [] if before is None else parts(graph, before, producers)
-    if len(found) > 1 or (moved is not None and _size(graph, moved) == _size(graph, value)):
-        return found
-    return [value]
+        return [i for i in node.inputs if i is not None and graph.is_float(i)], True
+    if (moved := moved_from(graph, node)) is not None:
+        return [moved], _size(graph, moved) == _size(graph, value)
+    before = rescaled_from(graph, node)
+    return ([] if before is None else [before]), False
 
 
 def _size(graph: Graph, value: str) -> int:

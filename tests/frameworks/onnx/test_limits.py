@@ -8,6 +8,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from chipfit.engine.parts import part_labels
 from chipfit.errors import CaptureError
 from chipfit.frameworks import capture, load_model
 
@@ -158,3 +159,11 @@ def spoiled(change):
 def test_inputs_and_weights_that_are_no_numbers_or_too_many_are_refused(change, message):
     with pytest.raises(CaptureError, match=message):
         load_model(spoiled(change))
+
+
+def test_a_chain_of_any_length_is_followed_from_the_output_on():
+    steps = [node("Add", ["x" if k == 0 else f"y{k}", "w"], f"y{k + 1}") for k in range(1200)]
+    graph = capture(
+        load_model(model([*steps, node("Mul", ["y1200", "w"])], {"w": np.ones(4, np.float32)})), (torch.ones(2, 4),)
+    )
+    assert part_labels(graph, graph.outputs[0]) is None

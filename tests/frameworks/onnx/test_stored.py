@@ -110,6 +110,14 @@ def test_an_absolute_path_into_the_folder_is_refused(tmp_path):
     refused(model_with(outside(location=str(tmp_path / "w.bin"))), tmp_path, "lie elsewhere")
 
 
+def test_a_name_of_any_length_leaves_a_message_that_can_be_read(tmp_path):
+    model = model_with(outside(location="w" * 1_000_000))
+    refused(model, tmp_path, r"w{20} \.\.\. \[1,000,0\d\d characters\] \.\.\. w{50}")
+    with pytest.raises(CaptureError) as caught:
+        load_model(str(tmp_path / "net.onnx"))
+    assert len(str(caught.value)) < 1000
+
+
 def test_external_data_of_tensors_in_functions_and_inner_graphs_are_checked_too(tmp_path):
     constant = helper.make_node("Constant", [], ["y"], value=outside(location="../secret.bin"))
     model = model_with(numpy_helper.from_array(np.ones(3, "f4"), "w"))

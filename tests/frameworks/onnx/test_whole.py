@@ -270,6 +270,17 @@ def test_a_batch_that_the_file_mixes_stays_fixed():
     assert graph.shape(graph.inputs[0]) == (2, 3) and "fixed" in graph.notes[0]
 
 
+def test_a_batch_that_is_open_but_computed_for_one_sample_alone_is_one(tmp_path):
+    """A view of the sizes that an exporter has seen stays behind an axis that it declares open."""
+    nodes = [helper.make_node("Reshape", ["x", "t"], ["f"]), helper.make_node("Gemm", ["f", "w"], ["y"])]
+    constants = {"t": np.array([1, 12]), "w": np.eye(12, 5, dtype="f4")}
+    data = list(torch.randn(2, 4, 3, 4, generator=torch.Generator().manual_seed(0)))
+    result = chipfit.quantize(small(nodes, {"x": ["n", 3, 4]}, ["y"], constants), data, progress=False)
+    assert result.graph.shape(result.graph.inputs[0]) == (1, 3, 4)
+    found = result.verify(data, batches=8)
+    assert found.exact and found.samples == 8
+
+
 def test_larger_batches_are_data_for_a_file_that_computes_one_sample_at_a_time(tmp_path):
     """Its channels are shuffled with the batch merged into them, as in exports of ShuffleNet."""
     draw = np.random.default_rng(0)

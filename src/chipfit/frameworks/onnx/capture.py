@@ -66,13 +66,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             tried = e.with_traceback(None)  # whose frames hold weights
             why = e.what
         if why:
-            if fixed == 1 and len(inputs[0]) > 1:  # the file computes samples one by one
-                inputs = [x[:1] if x.shape[:1] == inputs[0].shape[:1] else x for x in inputs]
-                shapes = [[tuple(x.shape) for x in inputs]]
-            try:
-                graph, found = _compared(model, inputs, _variants(shapes, False), order, 0)
-            except CaptureError as e:
-                raise _of_fixed_batch(tried, e, inputs, fixed) from None
+            graph, found = _of_one_batch(model, inputs, shapes, order, fixed, tried)
     if found is not None:
         name, off = found
         if not isinstance(off, float):
@@ -93,6 +87,34 @@ def _other_floats(model: OnnxModel) -> str:
     kinds = {v.dtype for v in model.inputs} | {w.dtype for w in weights if w.size > 1}
     found = {k.name.lower() for k in kinds if k is not None and k.is_floating_point()}
     return " and ".join(sorted(found - {"float"}))
+
+
+def _of_one_batch(
+    model: OnnxModel,
+    inputs: list[torch.Tensor],
+    shapes: list[list[tuple[int, ...]]],
+    order: Sequence[str],
+    fixed: int,
+    tried: CaptureError | None,
+) -> tuple[Graph, tuple[str, Any] | None]:
+    """Read the model for the batch of the example, or for one sample if it computes nothing else; see `_compared`.
+
+    Args:
+        fixed: the batch that the file declares, or 0.
+        tried: the error of an open batch.
+    """
+    ways, rows = [(inputs, shapes)], inputs[0].shape[:1]
+    if fixed < 2 and rows > (1,):  # a file may declare an open batch that its operators have fixed
+        one = [x[:1] if x.shape[:1] == rows else x for x in inputs]
+        ways = [*(ways if fixed == 0 else []), (one, [[tuple(x.shape) for x in one]])]
+    failed: CaptureError | None = None
+    for given, sizes in ways:
+        try:
+            return _compared(model, given, _variants(sizes, False), order, 0)
+        except CaptureError as e:
+            failed = failed or _of_fixed_batch(tried, e.with_traceback(None), given, fixed)
+    assert failed is not None, "one way is tried at least"
+    raise failed
 
 
 def _of_fixed_batch(
