@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -141,53 +141,85 @@ def train(
     if not in_epoch:
         got, need = len(sets.train), config.data.batch_size * worker.world * accumulate
         raise ConfigError("Training images do not fill one step", got=got, allowed=f"at least {need}")
-    model.to(worker.device).train()
-    if config.dist.sync:
-        model = _synced(model, worker)
-    optimizer = _optimizer(model, config)
-    update = get_ema_multi_avg_fn(config.ema.kwargs.decay)
-    average = AveragedModel(model, multi_avg_fn=update, use_buffers=True) if config.ema.enable else None
-    result: nn.Module = model if average is None else average.module
-    modules = {k: m for k, m in (("model", model), ("average", average)) if m is not None}
-    runs: Any = nn.parallel.DistributedDataParallel(model) if worker.world > 1 else model
-    curves, step, place = Curves(), 0, folder / CHECKPOINT
-    if place.exists():
-        facts = read_checkpoint(place, modules, optimizer)
-        step, curves = facts["step"], Curves(list(map(tuple, facts["loss"])), list(map(tuple, facts["top1"])))
-        readers[0].unreadable.update(facts["unreadable"])
+    run = _Run(model, config, worker, folder)
+    step, curves = run.resume(readers[0])
+    if step:
         log(f"resumes at step {step}")
     batches = _batches_from(step, readers[0], in_epoch, accumulate)
     while step < rates.max_iter:
-        if config.freeze_step is not None and step >= config.freeze_step:
-            _freeze_statistics(model)
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, rates)
-        optimizer.zero_grad(set_to_none=True)
-        total = _backward(runs, islice(batches, accumulate), config, worker.device)
-        if not math.isfinite(total):
-            hint = "lower lr_scheduler.kwargs.base_lr, or warm up for longer"
-            raise TrainingError(f"The loss is {total}", where=f"step {step}", hint=hint)
-        optimizer.step()
-        if average is not None:
-            average.update_parameters(model)
+        loss = run.take_step(step, islice(batches, accumulate))
         step += 1
         if step % config.saver.print_freq == 0 or step == rates.max_iter:
-            curves.loss.append((step, total))
-            log(f"step {step} of {rates.max_iter}: loss {total:.4f}")
+            curves.loss.append((step, loss))
+            log(f"step {step} of {rates.max_iter}: loss {loss:.4f}")
         if step % config.saver.val_freq == 0 or step == rates.max_iter:
-            curves.top1.append((step, top1(result.eval(), readers[1], worker)))
-            model.train()
+            curves.top1.append((step, top1(run.result.eval(), readers[1], worker)))
+            run.model.train()
             log(f"step {step}: top-1 {curves.top1[-1][1]:.2f} %")
             lost = {"unreadable": sorted(readers[0].lost())}
             if worker.is_leader:
-                write_checkpoint(place, modules, optimizer, {"step": step, **vars(curves), **lost})
-                if config.saver.save_many:
-                    write_checkpoint(folder / f"step-{step}.pt", modules, optimizer, {"step": step})
+                run.save(step, {"step": step, **vars(curves), **lost})
             if worker.broadcast(should_stop is not None and worker.is_leader and should_stop(curves)):
                 log("stopped early: accuracy is below the median of the study")
                 break
     curves.unreadable = len(readers[0].lost())
-    return result.eval(), curves
+    return run.result.eval(), curves
+
+
+class _Run:
+    """A model in training, with its optimizer and its moving average."""
+
+    def __init__(self, model: nn.Module, config: Config, worker: WorkerProcess, folder: Path) -> None:
+        model.to(worker.device).train()
+        self.config, self.device, self.folder = config, worker.device, folder
+        self.model = _synced(model, worker) if config.dist.sync else model
+        self.optimizer = _optimizer(self.model, config)
+        update, averages = get_ema_multi_avg_fn(config.ema.kwargs.decay), config.ema.enable
+        self.average = AveragedModel(self.model, multi_avg_fn=update, use_buffers=True) if averages else None
+        self._modules = {k: m for k, m in (("model", self.model), ("average", self.average)) if m is not None}
+        self._runs: Any = nn.parallel.DistributedDataParallel(self.model) if worker.world > 1 else self.model
+
+    @property
+    def result(self) -> nn.Module:
+        """The moving average if there is one, else the model."""
+        return self.model if self.average is None else self.average.module
+
+    def resume(self, reader: Reader) -> tuple[int, Curves]:
+        """Continue from the checkpoint, if there is one; return the number of steps before it and their curves."""
+        place = self.folder / CHECKPOINT
+        if not place.exists():
+            return 0, Curves()
+        facts = read_checkpoint(place, self._modules, self.optimizer)
+        reader.unreadable.update(facts["unreadable"])
+        return facts["step"], Curves(list(map(tuple, facts["loss"])), list(map(tuple, facts["top1"])))
+
+    def take_step(self, step: int, batches: Iterator[tuple[Tensor, Tensor]]) -> float:
+        """Change the model by the gradients of some batches; return their mean loss.
+
+        Raises:
+            TrainingError: the loss is NaN or infinite.
+        """
+        config = self.config
+        assert config.lr_scheduler is not None  # for mypy: a configuration that trains has it
+        if config.freeze_step is not None and step >= config.freeze_step:
+            _freeze_statistics(self.model)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate(step, config.lr_scheduler.kwargs)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = _backward(self._runs, batches, config, self.device)
+        if not math.isfinite(loss):
+            hint = "lower lr_scheduler.kwargs.base_lr, or warm up for longer"
+            raise TrainingError(f"The loss is {loss}", where=f"step {step}", hint=hint)
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+        return loss
+
+    def save(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Write the checkpoint to resume from, and one of this step alone if the configuration keeps them."""
+        write_checkpoint(self.folder / CHECKPOINT, self._modules, self.optimizer, facts)
+        if self.config.saver.save_many:
+            write_checkpoint(self.folder / f"step-{step}.pt", self._modules, self.optimizer, {"step": step})
 
 
 def _backward(runs: Any, batches: Iterator[tuple[Tensor, Tensor]], config: Config, device: torch.device) -> float:
