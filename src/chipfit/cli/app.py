@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -424,24 +424,19 @@ def train(
         raise ConfigError("Learning rate must be above 0 and below 1e38", got=rate)
     check_replaceable(out, _OUTPUT)
     check_writable(out)
-    training, io_options = (
-        Training.of(parse_method(method)),
-        _io_options(io, labels, keep_layout),
-    )  # before any work, as the suffix
+    # before any work, as the suffix
+    training, io_options = Training.of(parse_method(method)), _io_options(io, labels, keep_layout)
+    saved = None
     if os.path.isdir(what):
-        for name, value in (("platform", platform), ("weights", weights), ("float", keep_float), ("bits", bits)):
-            if value:
-                hint = "omit it, or pass the model instead of the folder"
-                raise ConfigError(f"--{name} does not apply to a saved result", got=what, hint=hint)
-        result = _load(Path(what), device)
-        suffix, io_options["format"] = _suffix(result.platform, wanted)
-        _check_installed(result.platform, suffix, io_options["format"], what, data, check)
-        batches = load_data(data, **inputs_of(result.graph))
-        result = result.trains(training)
+        _refuse_options({"platform": platform, "weights": weights, "float": keep_float, "bits": bits}, what)
+        saved = _load(Path(what), device)
+    target = saved.platform if saved is not None else platform or _platform(DEFAULT)
+    suffix, io_options["format"] = _suffix(target, wanted)
+    _check_installed(target, suffix, io_options["format"], what, data, check)
+    if saved is not None:
+        batches = load_data(data, **inputs_of(saved.graph))
+        result = saved.trains(training)
     else:
-        target = platform or _platform(DEFAULT)
-        suffix, io_options["format"] = _suffix(target, wanted)
-        _check_installed(target, suffix, io_options["format"], what, data, check)
         network = load_model(what, weights, device)
         batches = load_data(data, **inputs_of(network))
         overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
@@ -454,6 +449,14 @@ def train(
     else:
         train_classifier(result, batches, epochs, rate, batch_size, seed, _tell)
     _write_outputs(result.trained(), out, suffix, io_options, batches, check)
+
+
+def _refuse_options(options: Mapping[str, Any], folder: str) -> None:
+    """Raise a ConfigError that names an option that is given, though the folder holds a result."""
+    for name, value in options.items():
+        if value:
+            hint = "omit it, or pass the model instead of the folder"
+            raise ConfigError(f"--{name} does not apply to a saved result", got=folder, hint=hint)
 
 
 def _io_options(io: str | None, labels: Path | None, keep_layout: bool) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Read an ONNX model into a Graph, with an open batch where the model allows it; compare both on the example."""
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,11 +54,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
                 why = "the model computes something else for another number of samples"
                 del graph  # so that its weights are not held twice
             elif mixes_samples(graph):  # axis 0 holds the steps of sequences
-                with contextlib.suppress(CaptureError):
-                    turned, other = _compared(model, inputs, _variants(shapes, True, axis=1), order, 0)
-                    axes = [[k, 1] for k, i in enumerate(turned.inputs) if turned.shape(i)[1:2] == (None,)]
-                    turned.in_spec = json.dumps({**json.loads(turned.in_spec), "batch": axes})
-                    graph = graph if other else turned
+                graph = _with_samples_on_axis_1(model, inputs, shapes, order) or graph
         except CaptureError as e:
             if e.what == TOO_MANY_STEPS:
                 raise
@@ -79,6 +74,19 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     if types := _other_floats(model):
         graph.notes.append(f"warning: the model computes in {types}; it was read, and is simulated, in float32")
     return graph
+
+
+def _with_samples_on_axis_1(
+    model: OnnxModel, inputs: Sequence[torch.Tensor], shapes: list[list[tuple[int, ...]]], order: Sequence[str]
+) -> Graph | None:
+    """Return the graph with axis 1 of the inputs open; None if the model cannot be read so, or computes otherwise."""
+    try:
+        graph, difference = _compared(model, inputs, _variants(shapes, True, axis=1), order, 0)
+    except CaptureError:
+        return None
+    axes = [[k, 1] for k, i in enumerate(graph.inputs) if graph.shape(i)[1:2] == (None,)]
+    graph.in_spec = json.dumps({**json.loads(graph.in_spec), "batch": axes})
+    return None if difference else graph
 
 
 def _other_floats(model: OnnxModel) -> str:

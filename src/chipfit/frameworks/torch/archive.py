@@ -186,7 +186,12 @@ def _pickled(what: str) -> CaptureError:
 # ---------------------------------------------------------------------------------------------------- the program
 
 
-def _program(archive: _Archive) -> nn.Module:
+def _module_of(archive: _Archive) -> Any:
+    """Return the table of the program, of the generation that is installed here, whose sizes are within bounds.
+
+    Raises:
+        CaptureError: it is not of this generation, is malformed, or has a tensor beyond all bounds.
+    """
     where = f"models/{archive.model}.json"
     data = check_value(GENERATION, archive.json(where), CaptureError, where)
     if (found := data["schema_version"]["major"]) != _SCHEMA:
@@ -194,14 +199,21 @@ def _program(archive: _Archive) -> nn.Module:
         hint = "export it again with the torch that is installed here"
         raise CaptureError(what, got=f"schema {found}", allowed=f"schema {_SCHEMA}", hint=hint)
     module = check_value(PROGRAM, data, CaptureError, where)["graph_module"]
-    (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
-    shapes = module["graph"]["tensor_values"]
-    for name, meta in shapes.items():
+    for name, meta in module["graph"]["tensor_values"].items():
         if math.prod(max(s.get("as_int", 1), 1) for s in meta["sizes"]) > MOST_ELEMENTS:
             got, allowed = str(meta["sizes"])[:120], f"up to {MOST_ELEMENTS} elements"
             raise CaptureError(f"The size of '{name}' is beyond all bounds", got=got, allowed=allowed)
-    inputs = [_input(s) for s in module["signature"]["input_specs"]]
-    call_arguments = read_tree(call["in_spec"]).unflatten([name for weight, name in inputs if not weight])
+    return module
+
+
+def _called_by(call: Mapping[str, Any], leaves: list[Any]) -> "Program":
+    """Return a program without operations, whose `forward` has the arguments of the saved model.
+
+    Args:
+        call: the signature in the file.
+        leaves: names of the inputs, in order.
+    """
+    call_arguments = read_tree(call["in_spec"]).unflatten(leaves)
     if not (isinstance(call_arguments, tuple) and list(map(type, call_arguments)) == [tuple, dict]):
         raise ValueError("the arguments are not (args, kwargs)")
     positional, keywords = call_arguments
@@ -217,11 +229,21 @@ def _program(archive: _Archive) -> nn.Module:
     this = make("self", make.POSITIONAL_ONLY)
     forward.__signature__ = inspect.Signature([this, *parameters])  # type: ignore[attr-defined]  # inspect reads it
     program: Program = type("Program", (Program,), {"forward": forward})()
-    program.operands = inputs
-    count = sum(not weight for weight, _ in inputs)
+    count = len(leaves)
     program.spec = {"args": len(positional), "kwargs": list(keywords), "leaves": count, "tensors": list(range(count))}
     program.spec["names"] = names[: len(positional)]
     program.out_tree = read_tree(call["out_spec"])
+    return program
+
+
+def _program(archive: _Archive) -> nn.Module:
+    module = _module_of(archive)
+    (call,) = (c["signature"] for c in module["module_call_graph"] if c["fqn"] == "" and c["signature"])
+    shapes = module["graph"]["tensor_values"]
+    inputs = [_input(s) for s in module["signature"]["input_specs"]]
+    users = [name for weight, name in inputs if not weight]
+    program = _called_by(call, users)
+    program.operands = inputs
     stored = {**archive.tensors("weights"), **archive.tensors("constants")}
     program.places = {name: register_weight(program, name, w) for name, w in stored.items()}
     _ = [program.places[weight] for weight, _ in inputs if weight]  # a KeyError means a malformed file
@@ -235,8 +257,8 @@ def _program(archive: _Archive) -> nn.Module:
         raise CaptureError("The program changes its own weights or inputs when it runs", got=got, hint=hint)
     program.graph.output([_CallReader(program.graph, values).value(o["user_output"]["arg"]) for o in outputs])
     program.writes = any(n.meta.get("writes") for n in program.graph.nodes)
-    users = [name for weight, name in inputs if not weight]
-    program.example = None if keywords or not set(users) <= set(shapes) else tuple(_example(shapes[n]) for n in users)
+    by_position = not program.spec["kwargs"] and set(users) <= set(shapes)
+    program.example = tuple(_example(shapes[n]) for n in users) if by_position else None
     return program.eval()
 
 
