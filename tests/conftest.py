@@ -109,16 +109,11 @@ def precisions() -> Iterator[Callable[[], list[str]]]:
     found.cudnn.allow_tf32 = tf32
 
 
-#: modules with a table that columns of the table of operators fill
-OPERATOR_TABLES = {
-    "chipfit.engine.kernels": "KERNELS",
-    "chipfit.frameworks.torch.read": "READERS",
-    "chipfit.frameworks.keras.read": "READERS",
-    "chipfit.frameworks.keras.lowerings": "LOWERINGS",
-    "chipfit.export.onnx.ops": "WRITERS",
-    "chipfit.export.tflite.ops": "OPERATORS",
-    "chipfit.passes.decompose": "RULES",
-}
+#: modules whose tables columns of the table of operators fill
+OPERATOR_TABLES = """
+    engine.kernels frameworks.torch.read frameworks.keras.read frameworks.keras.lowerings export.onnx.ops
+    export.tflite.ops passes.decompose simulate.litert simulate.tflm simulate.onnxruntime
+""".split()
 
 
 @pytest.fixture
@@ -137,11 +132,10 @@ def process_group(tmp_path):
 def drop_ins():
     """Remove what a test registers or adds to the table of operators, and the modules that it writes."""
     from chipfit import registry
-    from chipfit.operators.table import CELLS, GROUPS, OPS
+    from chipfit.operators.table import filled_tables
 
     modules = set(sys.modules)
-    filled = [vars(sys.modules[module])[name] for module, name in OPERATOR_TABLES.items() if module in modules]
-    tables = [(table, dict(table)) for table in (OPS, GROUPS, *CELLS.values(), *filled)]
+    tables = [(table, dict(table)) for table in filled_tables()]
     yield
     for kind in registry.ENTRIES.values():
         for entry in [e for e in kind.values() if not registry.origin_of(e.thing).startswith("chipfit.")]:

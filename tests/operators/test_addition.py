@@ -45,7 +45,7 @@ SQUARE = {
 
 keras = pytest.importorskip("keras")
 for module in OPERATOR_TABLES:  # of tables that are filled before the test the fixture restores every entry
-    importlib.import_module(module)
+    importlib.import_module(f"chipfit.{module}")
 
 
 @pytest.fixture

@@ -143,22 +143,21 @@ def add_operators(rows: Mapping[str, Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: an operator has this name, a row has an unknown field, or a cell does not fit its column.
     """
-    tables: list[dict[str, Any]] = [
-        OPS,
-        GROUPS,
-        *CELLS.values(),
-        *(table for filled in _filled.values() for table in filled),
-    ]
-    before = [dict(table) for table in tables]
+    before = [(table, dict(table)) for table in filled_tables()]
     try:
         for names, row in rows.items():
             for op in names.split():
                 _add_operator(op, row)
     except Exception:
-        for table, old in zip(tables, before, strict=True):
+        for table, old in before:
             table.clear()
             table.update(old)
         raise
+
+
+def filled_tables() -> list[dict[Any, Any]]:
+    """Return all tables that rows fill, among them those of columns that are in use already."""
+    return [OPS, GROUPS, *CELLS.values(), *(table for filled in _filled.values() for table in filled)]  # type: ignore[list-item]
 
 
 def _add_operator(op: str, row: Mapping[str, Any]) -> None:
