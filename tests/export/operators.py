@@ -180,6 +180,12 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "linear between corners": ("Resize", [I], resize("linear", (8, 9), corners=True)),
     "linear row": ("Resize", [ROW], resize("linear", (12,))),
     "nearest row": ("Resize", [ROW], resize("nearest", (12,))),
+    **{
+        f"{mode} sample, {outside}": ("GridSample", [I, (2, 3, 4, 2)], sample | {"align_corners": mode == "nearest"})
+        for mode in ("bilinear", "nearest", "bicubic")
+        for outside in ("zeros", "border", "reflection")
+        if (sample := {"mode": mode, "padding_mode": outside})
+    },
     "cubic": ("Resize", [I], resize("cubic", (8, 9))),
     "cubic between corners": ("Resize", [I], resize("cubic", (8, 9), corners=True)),
     "blocks to pixels": ("DepthToSpace", [(2, 18, 3, 2)], {"block": 3}),

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     "Roll": ([IMAGE], {"shifts": (1,), "axes": (1,)}),
     "Tile": ([IMAGE], {"repeats": (1, 2, 1, 1)}),
     "Resize": ([IMAGE], {"mode": "linear", "size": (9, 7), "scale": None, "align_corners": False}),
+    "GridSample": ([IMAGE, (2, 3, 4, 2)], {"mode": "bilinear", "padding_mode": "zeros", "align_corners": False}),
     "DepthToSpace": ([(2, 8, 6, 6)], {"block": 2}),  # two channels come out, which tells their order
     "SpaceToDepth": ([IMAGE], {"block": 2}),
     "ChannelShuffle": ([IMAGE], {"groups": 2}),

@@ -122,6 +122,11 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
         ([UNEQUAL], {"mode": "cubic", "size": (9, 5), "scale": None, "align_corners": True}, {}),
         ([X], {"mode": "cubic", "size": None, "scale": (2.0, 1.7), "align_corners": False}, {}),
     ],
+    "GridSample": [
+        ([UNEQUAL, (2, 4, 3, 2)], {"mode": mode, "padding_mode": outside, "align_corners": corners}, {})
+        for mode in ("bilinear", "nearest")
+        for outside, corners in (("zeros", False), ("border", True))
+    ],
     "Pad": [
         ([UNEQUAL], {"padding": ((0, 0), (0, 0), (1, 2), (0, 1)), "mode": "replicate", "value": 0.0}, {}),
         ([X], {"padding": ((0, 0), (0, 0), (0, 0), (3, 0)), "mode": "replicate", "value": 0.0}, {}),

@@ -156,6 +156,11 @@ def resize(x: Tensor, *, mode: str, size: Any, scale: Any, align_corners: bool) 
     return F.interpolate(x, None, scale, names[mode], corners, recompute_scale_factor=False)
 
 
+def grid_sample(x: Tensor, grid: Tensor, *, mode: str, padding_mode: str, align_corners: bool) -> Tensor:
+    """Sample an image at the places of a grid."""
+    return F.grid_sample(x, grid, mode, padding_mode, align_corners)
+
+
 def _interpolated_from_corners(x: Tensor, size: Any, scale: Any) -> Tensor:
     """Interpolate linearly between corners of pixels: result k lies at k / scale."""
     for axis, old in enumerate(x.shape[2:], 2):
@@ -224,7 +229,7 @@ _BY_NAME: dict[str, Kernel] = {
     "reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
     **by_name(
         *(conv, conv_transpose, prelu, floor_divide, curve, max_pool, avg_pool, reduce_prod, pad, top_k, resize),
-        *(unsqueeze, gather, strided_slice),
+        *(unsqueeze, gather, strided_slice, grid_sample),
     ),
 }
 

@@ -19,6 +19,7 @@ from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.hidden_scores import HIDDEN_SCORE, split_mask
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import by_name, read_column, resolve
+from chipfit.passes.grid_sample import grid_sample
 from chipfit.passes.new_nodes import NewNodes, Refusal
 from chipfit.passes.recurrent import gru, lstm, rnn
 from chipfit.plan.record import Plan
@@ -489,7 +490,7 @@ _BY_NAME: dict[str, Rule] = {
 } | by_name(
     *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _floor_divide, _adaptive, _split_groups),
     *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _resize, _space_to_depth),
-    *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn),
+    *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn, grid_sample),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}

@@ -56,7 +56,7 @@ class NewNodes:
         at = OPS[op].index("in0") if OPS[op].moves else None  # what moves has the type of its operand
         source = None if at is None else self.graph.values.get(inputs[at] or "")
         name, dtype = self._name(op.lower()), (source or self.graph.values[self.node.output]).dtype
-        dtype = "bool" if OPS[op].condition else dtype
+        dtype = attrs.get("dtype", "bool" if OPS[op].condition else dtype)
         results = [name] if len(shapes) == 1 else [self._name(f"{op.lower()}_{k}") for k in range(len(shapes))]
         for result, shape in zip(results, shapes, strict=True):
             self.graph.values[result] = Value(result, shape, dtype)

@@ -105,7 +105,7 @@ def _magnitude(do: Apply, x: Any) -> Any:
 
 
 #: rounding rule of `quantizers.rounding` -> the same in operators
-_ROUNDINGS: dict[str, Callable[[Apply, Any], Any]] = {
+ROUNDINGS: dict[str, Callable[[Apply, Any], Any]] = {
     "half_even": lambda do, x: do("Round", x),
     "half_away": _half_away,
     "half_up": _half_up,
@@ -133,7 +133,7 @@ def round_with(do: Apply, x: Any, value: str, stored: Stored, shaped: Callable[[
         raise UnsupportedError(what, got=f"a table of {grid.levels} numbers", allowed="integers", hint=hint)
     scale, zero = shaped(stored.scale), shaped(stored.zero_point.to(torch.float32))
     low, high, first = float(grid.qmin), float(grid.qmax), float(zero.reshape(-1)[0])
-    y = _ROUNDINGS[grid.rounding](do, do("Div", x, scale))
+    y = ROUNDINGS[grid.rounding](do, do("Div", x, scale))
     if bool((zero == first).all()):  # a clip does without adding the zero point
         return do("Mul", do("Clamp", y, min=low - first, max=high - first), scale)
     return do("Mul", do("Sub", do("Clamp", do("Add", y, zero), min=low, max=high), zero), scale)

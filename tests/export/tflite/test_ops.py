@@ -32,6 +32,8 @@ REASONS = {op: f"{op} 'n': {why}" for op, why in REFUSED.items()} | {
     "transposed beyond": "reaches beyond the last window",
     "replicate": "padding mode 'replicate'",
     "cut off": "it cuts off",
+    **{f"bicubic sample, {outside}": "weighed by cubic curves" for outside in ("zeros", "border", "reflection")},
+    **{f"{mode} sample, reflection": "reflected at the border" for mode in ("bilinear", "nearest")},
 }
 
 

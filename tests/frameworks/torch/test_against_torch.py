@@ -391,7 +391,11 @@ def test_what_pytorch_takes_apart_is_read_in_parts(name, traced):
     model = one(lambda x: (f(x), x + torch.arange(x.shape[0])[:, None, None, None]) if traced else f(x)).eval()
     graph = capture(model, (torch.rand(5, 4, 6, 6),))
     left = {n.attrs["target"] for n in graph.nodes if n.op == OPAQUE}
-    assert left <= {"aten.arange.default", "aten.arange.start"}  # of constants, which a pass computes
+    assert left <= {
+        "aten.arange.default",
+        "aten.arange.start",
+        "aten.linspace.default",
+    }  # of constants, which a pass computes
     fresh = torch.rand(3, 4, 6, 6)
     values, want = run(graph, (fresh,)), torch.utils._pytree.tree_leaves(model(fresh))
     for a, o in zip(want, graph.outputs, strict=True):

@@ -241,6 +241,13 @@ def _group_norm(w: OnnxBuilder, n: Node, x: Names) -> str:
     return y
 
 
+def _grid_sample(w: OnnxBuilder, n: Node, x: Names) -> str:
+    """Write a GridSample, whose modes have other names from opset 20 on."""
+    mode = n.attrs["mode"].replace("bi", "") if w.opset >= 20 else n.attrs["mode"]
+    corners = int(n.attrs["align_corners"])
+    return w.op("GridSample", x, mode=mode, padding_mode=n.attrs["padding_mode"], align_corners=corners)
+
+
 # ---------------------------------------------------------------- element by element
 
 
@@ -388,7 +395,7 @@ def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
 _BY_NAME = by_name(
     *(_conv, _dynamic_quantize, _linear, _mat_mul, _pool, _batch_norm, _layer_norm, _instance_norm, _group_norm),
     *(_prelu, _softmax, _cast, _stack, _embedding, _arg_max, _top_k, _pad, _squeeze, _expand, _mod, _roll, _tile),
-    *(_resize, _size_of, recurrent),
+    *(_resize, _grid_sample, _size_of, recurrent),
 )
 _CONDITIONS: dict[str, Callable[[Node], bool]] = {
     "has_scale": lambda n: n.operand("w") is not None,

@@ -708,6 +708,13 @@ def _gather(c: OnnxCall) -> Any:
     return c.emit("Gather", [x, index], axis=axis)
 
 
+def _grid_sample(c: OnnxCall, op: str) -> Any:
+    require(c.operand(0).rank == 4)
+    mode = {"linear": "bilinear", "cubic": "bicubic"}.get(c.attr("mode"), c.attr("mode"))
+    how = {"padding_mode": c.attr("padding_mode"), "align_corners": bool(c.attr("align_corners"))}
+    return c.emit(op, [c.operand(0), c.operand(1)], mode=mode, **how)
+
+
 def _gather_elements(c: OnnxCall, op: str) -> Any:
     axis = c.attr("axis") % c.operand(0).rank
     return c.emit(op, [c.operand(0), _from_front(c, 1, axis)], axis=axis)
@@ -849,6 +856,6 @@ def _space_to_depth(c: OnnxCall, op: str) -> Any:
 #: functions of a call and its canonical operator that cells name
 _READERS_OF = by_name(
     *(_layer_norm, _group_norm, _softmax, _prelu, _hard_sigmoid, _gelu, _mod, _arithmetic, _reduce, _gather_elements),
-    _space_to_depth,
+    *(_space_to_depth, _grid_sample),
 )
 read_column("onnx", _enter_cell, READERS)

@@ -896,6 +896,14 @@ def _image(c: TorchCall) -> Any:
     return c.emit("Reshape", [y], shape=_reshape_target(image))
 
 
+def _grid_sample(c: TorchCall, op: str) -> Any:
+    require(c.tensor("input").dim() == 4)
+    mode = ("bilinear", "nearest", "bicubic")[c.static("interpolation_mode")]
+    padding = ("zeros", "border", "reflection")[c.static("padding_mode")]
+    how = {"mode": mode, "padding_mode": padding, "align_corners": bool(c.static("align_corners"))}
+    return c.emit(op, [c.value("input"), c.value("grid")], **how)
+
+
 @reads(
     "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
     " _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d"
@@ -945,7 +953,7 @@ def _to(c: TorchCall) -> Any:
 #: functions of a call and its canonical operator that cells name
 _READERS_OF = by_name(
     *(_remainder, _celu, _random_slope, _log_sigmoid, _log_add_exp, _reduce, _any, _instance_norm, _along_axis),
-    *(_top_k, _unbind, _concat),
+    *(_top_k, _unbind, _concat, _grid_sample),
 )
 read_column("torch", enter_cell, READERS)
 
