@@ -21,10 +21,9 @@ from chipfit.correction.measured_bias import MeasuredBiases, Samples
 from chipfit.decide import scales
 from chipfit.decide.assignment import Assignment, assign
 from chipfit.decide.constraints import tie_groups
-from chipfit.decide.file_forms import unwritable
+from chipfit.decide.float_operators import require_integers, unwritable
 from chipfit.decide.formats import TooWide
 from chipfit.decide.insertions import narrowed, requantize, with_dynamic, without_insertions
-from chipfit.decide.integers_only import require_integers
 from chipfit.decide.legality import plan_limits
 from chipfit.decide.override_effects import unapplied_overrides, unmet_io_formats
 from chipfit.decide.overrides import Overrides, override_entries, resolve_overrides, to_record, with_results

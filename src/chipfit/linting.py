@@ -7,7 +7,7 @@ from typing import Any
 from chipfit import steps
 from chipfit.calibration.data import as_call
 from chipfit.decide.assignment import Assignment
-from chipfit.decide.integers_only import refusals
+from chipfit.decide.float_operators import refusals
 from chipfit.decide.overrides import Overrides
 from chipfit.decision import Decision, decide
 from chipfit.engine.process import preserve_random_state

@@ -10,7 +10,7 @@ from torch import nn
 from chipfit.platform.load import load, names
 from chipfit.platform.save import to_yaml
 from chipfit.platform.schema import OpRule
-from chipfit.platform.support import kernels_of, simulates_arithmetic, unmodelled_features, unsupported_features
+from chipfit.platform.support import features_with_other_results, kernels_of, simulates_arithmetic, unsupported_features
 from chipfit.report.html import page
 from chipfit.report.terminal import render
 from chipfit.simulate.integer import simulate
@@ -92,4 +92,4 @@ def test_a_runtime_proves_no_chip_whose_arithmetic_is_unknown():
 def test_options_that_are_never_chosen_are_listed_with_the_platform_and_not_with_results():
     chip = load("tflm_cmsis_nn")
     assert any(words.endswith("the gate stays closed") for words in unsupported_features(chip))
-    assert unmodelled_features(chip) == ()
+    assert features_with_other_results(chip) == ()

@@ -241,9 +241,9 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> tuple[str, str | 
         UnsupportedError: the platform cannot use such a file.
     """
     from chipfit.export import declared_format
-    from chipfit.platform.support import writes
+    from chipfit.platform.support import file_suffixes
 
-    own_files = writes(platform)
+    own_files = file_suffixes(platform)
     if wanted is None:
         return next(iter([*own_files, ".onnx"])), None
     name, _, end = wanted.removeprefix(".").partition(".")
@@ -633,13 +633,13 @@ def lint(
 ) -> None:
     """Show where each operator runs on this platform and what is fused. Requires no data."""
     from chipfit.cli.inputs import example_of, load_model
-    from chipfit.platform.support import unmodelled_features
+    from chipfit.platform.support import features_with_other_results
     from chipfit.report.terminal import RUNS
     from chipfit.screen.breakable import Breakable
 
     network = load_model(model, weights, requantize=requantize)
     found = chipfit.lint(network, example_of(model, shape, network), platform)
-    notes = [*found.notes, *(f"not modelled: {words}" for words in unmodelled_features(found.platform))]
+    notes = [*found.notes, *(f"not modelled: {words}" for words in features_with_other_results(found.platform))]
     if OUTPUT.json:
         return print_document(documents.linted(found, notes))
     tails = {n.name: f"{n.op} '{n.display_name}'" for n in found.rows}

@@ -347,7 +347,7 @@ def platform_rows() -> list[PlatformRow]:
     """Return the built-in platforms."""
     from chipfit.platform.load import load, names
     from chipfit.platform.show import first_choice
-    from chipfit.platform.support import writes
+    from chipfit.platform.support import file_suffixes
 
     return [
         {
@@ -355,7 +355,7 @@ def platform_rows() -> list[PlatformRow]:
             "device": p.title,
             "formats": first_choice(p),
             "deploys": list(p.deploy),
-            "writes": writes(p),
+            "writes": file_suffixes(p),
             "proven_by": list(p.runtimes),
         }
         for p in map(load, names())

@@ -109,7 +109,7 @@ def project(wanted: Mapping[str, Stored], constraints: Sequence[Constraint]) -> 
             out[t] = out[t].with_(scale=out[members[0]].scale, zero_point=out[members[0]].zero_point)
     _allow_zero_points(out, constraints, leader, dictated)
 
-    problem = _problem(out, constraints, leader)
+    problem = _rules_of(out, constraints, leader)
     free = problem.to_move({leader[t] for t in dictated})
     active = [r for r in problem.bounds if any(t in free for t, _ in r.terms) or not r.holds(problem.log)]
     if not free and not active:
@@ -156,7 +156,9 @@ def _allow_zero_points(
         out[t] = v.with_(scale=v.scale * max(grow, 1.0), zero_point=torch.full_like(v.zero_point, zero))
 
 
-def _problem(variables: Mapping[str, Stored], constraints: Iterable[Constraint], leader: Mapping[str, str]) -> _Problem:
+def _rules_of(
+    variables: Mapping[str, Stored], constraints: Iterable[Constraint], leader: Mapping[str, str]
+) -> _Problem:
     """Return the rules over the leaders of the ties, each of which stands for its group."""
     scales = {t: variables[t].scale.detach().double().numpy() for t in leader.values()}
     log = {t: np.log2(np.maximum(s, 2.0**_LEAST)) for t, s in scales.items()}

@@ -10,6 +10,7 @@ Layout is the source's own: PyTorch graphs are channels-first with OIHW kernels.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -255,6 +256,10 @@ class Graph(SummaryRepr):
 
     def shape(self, name: str) -> tuple[int | None, ...]:
         return tuple(self.weights[name].shape) if name in self.weights else self.values[name].shape
+
+    def size(self, name: str) -> int:
+        """Return the count of numbers of a value or weight; an open size counts once."""
+        return math.prod(d or 1 for d in self.shape(name))
 
     def is_float(self, name: str) -> bool:
         if name in self.weights:

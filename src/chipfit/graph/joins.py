@@ -3,7 +3,6 @@
 A constant behind the join changes the magnitude of each part, as in a head that turns shares of an image into pixels.
 """
 
-import math
 from collections.abc import Collection, Mapping
 
 from chipfit.graph.ir import REQUANTIZE, Graph, Node
@@ -56,14 +55,9 @@ def _read_of(graph: Graph, value: str, node: Node | None) -> tuple[list[str], bo
     if is_join(node):
         return [i for i in node.inputs if i is not None and graph.is_float(i)], True
     if (moved := moved_from(graph, node)) is not None:
-        return [moved], _size(graph, moved) == _size(graph, value)
+        return [moved], graph.size(moved) == graph.size(value)
     before = rescaled_from(graph, node)
     return ([] if before is None else [before]), False
-
-
-def _size(graph: Graph, value: str) -> int:
-    """Return the count of numbers of a value, where open sizes count once."""
-    return math.prod(d or 1 for d in graph.shape(value))
 
 
 def makes_parts(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool:

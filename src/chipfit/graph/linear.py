@@ -108,7 +108,7 @@ def products(graph: Graph, node: Node) -> float:
         weights = [graph.weights.get(node.operand(slot) or "") for slot in ("w", "r", "w_time")]
         return float((steps or 1) * sum(w.numel() for w in weights if w is not None))
     if node.op in ("MatMul", "SDPA"):
-        left, made = (math.prod(d or 1 for d in graph.shape(v)) for v in (node.data, node.output))
+        left, made = graph.size(node.data), graph.size(node.output)
         inner, keys = (graph.shape(v or "")[k] or 1 for v, k in ((node.data, -1), (node.inputs[1], -2)))
         return float(made * inner if node.op == "MatMul" else (left + made) * keys)
     if not is_linear(graph, node):

@@ -7,7 +7,7 @@ front of the last two may be merged and split again, as products of three axes (
 attention weights may have another reader. `decompose` is the inverse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,8 @@ import torch
 from chipfit.engine.shapes import Shape, broadcast
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.rewriting import Readers, Rewritten
+from chipfit.passes.rewriting import NodeTest, Readers, Rewritten
 from chipfit.registry import register
-
-NodeTest = Callable[[Graph, Node], bool]
 
 #: a number at most this large may as well be added to a score as replace it: the sum equals it in float32
 _NEVER = -1e9

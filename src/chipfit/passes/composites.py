@@ -5,7 +5,7 @@ user's layer and the composite's name, so that the choice can be taken back: `cl
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from chipfit.graph.edit import live_values, taken_names
 from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.decompose import RULES, Decomposition
+from chipfit.passes.rewriting import NodeTest
 
 
 class Whole(NamedTuple):
@@ -23,7 +24,6 @@ class Whole(NamedTuple):
 
 
 #: a fact about a node on the platform
-Test = Callable[[Graph, Node], bool]
 #: parts of an opened composite that compute, where the platform has float kernels beside the integer ones: more would
 #: take longer than one float kernel and two conversions
 _FEW = 2
@@ -31,10 +31,10 @@ _FEW = 2
 
 def open_composites(
     graph: Graph,
-    has_kernel: Test,
+    has_kernel: NodeTest,
     holds: Container[str],
-    in_float: Test = lambda _graph, _node: False,
-    coarse: Test = lambda _graph, _node: False,
+    in_float: NodeTest = lambda _graph, _node: False,
+    coarse: NodeTest = lambda _graph, _node: False,
 ) -> tuple[Graph, dict[str, Whole]]:
     """Decompose every composite without an integer kernel, or with a coarse one, all of whose parts have one.
 
@@ -76,7 +76,7 @@ def open_composites(
     return (out if wholes else graph), wholes
 
 
-def _is_kernel(has_kernel: Test, composite: Node, graph: Graph, n: Node) -> bool:
+def _is_kernel(has_kernel: NodeTest, composite: Node, graph: Graph, n: Node) -> bool:
     """Return whether a node has an integer kernel and is not the composite that shall be decomposed."""
     return n is not composite and has_kernel(graph, n)
 

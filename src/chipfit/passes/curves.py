@@ -10,9 +10,8 @@ from chipfit.engine.curves import CURVE, ELEMENTWISE, Step, text_of
 from chipfit.graph.edit import drop_dead, replace_node
 from chipfit.graph.ir import DYNAMIC, REQUANTIZE, Graph, Node
 from chipfit.operators.table import OPS
-from chipfit.passes.attention import NodeTest
 from chipfit.passes.composites import open_composites
-from chipfit.passes.rewriting import Readers, Rewritten
+from chipfit.passes.rewriting import NodeTest, Readers, Rewritten
 from chipfit.registry import register
 
 #: element-wise operators that are not functions of numbers alone, or end in another type

@@ -22,6 +22,7 @@ from chipfit.operators.table import by_name, read_column, resolve
 from chipfit.passes.grid_sample import grid_sample
 from chipfit.passes.new_nodes import NewNodes, Refusal
 from chipfit.passes.recurrent import gru, lstm, rnn
+from chipfit.passes.rewriting import NodeTest
 from chipfit.plan.record import Plan
 
 #: distance from the largest score: the share of a softmax is lost in float32, but the exponential is a normal number
@@ -59,7 +60,7 @@ class Decomposition:
         self,
         graph: Graph,
         holds: Container[str],
-        stays: Callable[[Graph, Node], bool],
+        stays: NodeTest,
         constants: Mapping[Any, str] | None = None,
         taken: set[str] | None = None,
         integers: bool = False,

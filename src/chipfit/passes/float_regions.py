@@ -212,7 +212,7 @@ class Cut:
 
     def size(self, value: str) -> int:
         """Return the count of numbers of a value; an unknown size counts once."""
-        return math.prod(d or 1 for d in self.graph.shape(value))
+        return self.graph.size(value)
 
     def noise(self, value: str, of: Callable[[TensorStats, Grid], float] | None = None) -> float:
         """Return the relative rounding error of a value, 0 if it is not known.

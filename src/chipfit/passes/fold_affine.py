@@ -1,7 +1,7 @@
 """Fold factors and addends of channels into the linear operator that reads the result: W (k x + c) + b."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -10,18 +10,16 @@ from chipfit.graph.folds import batch_norm_terms
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, channel_axis, in_groups, is_linear, scale_inputs, with_bias
 from chipfit.operators.table import OPS
-from chipfit.passes.rewriting import Readers, Rewritten, scales_by_channel
+from chipfit.passes.rewriting import NodeTest, Readers, Rewritten, scales_by_channel
 from chipfit.registry import register
 
 #: largest ratio of the factors of two channels: rounding a weight loses as much more where its factor is smallest
 _SPREAD = 8.0
-
 #: largest addend: where features have a deviation near 1, a greater one means that the data lie far to one side of 0,
 #: and rounded weights times their mean would shift every result; those behind a ReLU lie 1 or 2 above it
 _OFF_CENTRE = 3.0
 #: operators that compute a step where the platform does not list it
 _PARTS = {"Div": ("Mul",), "BatchNorm": ("Mul", "Add")}
-Test = Callable[[Graph, Node], bool]  #: whether the platform computes a node in integers
 Affine = tuple[torch.Tensor, torch.Tensor]  #: factor and addend of each input channel of the layer, [] or [I] float64
 #: axis of a value -> index along it of the numbers that become each input channel of the layer, [I]. Numbers that
 #: differ in their index along another axis become the same channel
@@ -29,7 +27,7 @@ Places = Mapping[int, torch.Tensor]
 
 
 @register("pass", "fold_affine", stage="rewrite", after=("fold_batch_norm",), needs=("in_integers",))
-def fold_affine(graph: Graph, in_integers: Test) -> Rewritten:
+def fold_affine(graph: Graph, in_integers: NodeTest) -> Rewritten:
     """Fold products with constants, sums with constants and batch norms into the linear operator that alone reads them.
 
     W' = W k and b' = b + W c, for each input channel: x / 255 in front of a convolution costs neither an operator nor a
@@ -68,7 +66,7 @@ def fold_into(graph: Graph, layer: Node, k: torch.Tensor, c: torch.Tensor) -> No
 
 
 def _foldable_steps(
-    readers: Readers, makers: Mapping[str, Node], layer: Node, in_integers: Test
+    readers: Readers, makers: Mapping[str, Node], layer: Node, in_integers: NodeTest
 ) -> tuple[list[Node], Affine]:
     """Return the steps in front of a linear operator that fold into it together, nearest first, and their k and c.
 
@@ -80,7 +78,7 @@ def _foldable_steps(
     factor, addend = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     foldable: tuple[list[Node], Affine] = [], (factor, addend)
     while (n := makers.get(value)) is not None and readers.only(value) is not None:
-        if (before := _across(graph, n, places)) is not None:
+        if (before := _places_before(graph, n, places)) is not None:
             places, value, pooled = before, n.data, pooled or not OPS[n.op].view
             continue
         step = affine(graph, n, places)
@@ -99,12 +97,12 @@ def _foldable_steps(
     return foldable
 
 
-def _computed(graph: Graph, n: Node | None, in_integers: Test) -> bool:
+def _computed(graph: Graph, n: Node | None, in_integers: NodeTest) -> bool:
     """Return whether the platform computes a node, or all its parts, in integers."""
     return n is not None and all(in_integers(graph, n.with_(op=op)) for op in _PARTS.get(n.op, (n.op,)))
 
 
-def _across(graph: Graph, n: Node, places: Places) -> Places | None:
+def _places_before(graph: Graph, n: Node, places: Places) -> Places | None:
     """Return the places in the operand of a node that commutes with k x + c of each channel; None for other nodes."""
     if n.op == "Transpose":
         return {n.attrs["perm"][axis]: at for axis, at in places.items()}

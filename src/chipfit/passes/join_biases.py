@@ -2,8 +2,7 @@
 
 from chipfit.graph.edit import new_name
 from chipfit.graph.ir import Graph
-from chipfit.passes.attention import NodeTest
-from chipfit.passes.rewriting import Rewritten
+from chipfit.passes.rewriting import NodeTest, Rewritten
 from chipfit.registry import register
 
 

@@ -16,8 +16,7 @@ from chipfit.engine.types import dtype_of
 from chipfit.graph.edit import drop_dead, new_name, replace_node
 from chipfit.graph.hidden_scores import ALWAYS_HIDES, HIDDEN_SCORE, HIDES_IN_SOFTMAX, fill_of, leading_to, split_mask
 from chipfit.graph.ir import Graph, Node, Value
-from chipfit.passes.attention import NodeTest
-from chipfit.passes.rewriting import Rewritten
+from chipfit.passes.rewriting import NodeTest, Rewritten
 from chipfit.registry import register
 
 

@@ -13,6 +13,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import bias_or_zero, is_linear, on_axis_1, scale_inputs, scale_outputs, with_bias
 
+NodeTest = Callable[[Graph, Node], bool]
 Stats = Mapping[str, TensorStats]  #: value -> its statistics
 
 

@@ -3,8 +3,7 @@
 from chipfit.graph.edit import drop_dead, replace_node
 from chipfit.graph.ir import Graph
 from chipfit.operators.table import OPS
-from chipfit.passes.attention import NodeTest
-from chipfit.passes.rewriting import Readers, Rewritten
+from chipfit.passes.rewriting import NodeTest, Readers, Rewritten
 from chipfit.registry import register
 
 _GATE = "Sigmoid"

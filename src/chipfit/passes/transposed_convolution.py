@@ -3,7 +3,7 @@
 Source: sub-pixel convolution [Shi et al., Is the deconvolution layer the same as a convolutional layer?, 2016].
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +13,12 @@ from chipfit.graph.edit import new_name, replace_node
 from chipfit.graph.folds import checksum
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import TRANSPOSED, bias_or_zero, is_linear, with_bias
-from chipfit.passes.rewriting import Readers, Rewritten
+from chipfit.passes.rewriting import NodeTest, Readers, Rewritten
 from chipfit.registry import register
-
-Test = Callable[[Graph, Node], bool]
 
 
 @register("pass", "transposed_convolution", stage="rewrite", after=("collapse_linear",), needs=("in_integers",))
-def transposed_convolution(graph: Graph, in_integers: Test) -> Rewritten:
+def transposed_convolution(graph: Graph, in_integers: NodeTest) -> Rewritten:
     """Replace transposed convolutions without an integer kernel where convolutions and DepthToSpace have one.
 
     With stride s and a kernel of k <= s M elements, y[s q + r - p] = sum over m of W[s m + r] x[q - m]: each r is an

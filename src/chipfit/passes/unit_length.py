@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from chipfit.graph.edit import drop_dead, replace_node
 from chipfit.graph.ir import Graph, Node
-from chipfit.passes.attention import NodeTest
-from chipfit.passes.rewriting import Rewritten
+from chipfit.passes.rewriting import NodeTest, Rewritten
 from chipfit.registry import register
 
 #: largest lower bound of a length that a kernel without a bound may leave out: shorter vectors are noise in 8 bits

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from chipfit.platform.load import load, names
 from chipfit.platform.schema import Platform
-from chipfit.platform.support import unsupported_features, writes
+from chipfit.platform.support import file_suffixes, unsupported_features
 
 CONFIDENCE = {"V": "verified in source", "D": "documented", "I": "inferred"}
 
@@ -87,7 +87,7 @@ def overview() -> Table:
         table.add_row(
             p.name,
             escape(re.split(r" \(|, | via | through ", p.title)[0]),
-            " ".join(writes(p)) or "-",
+            " ".join(file_suffixes(p)) or "-",
             p.runtimes[0] if p.runtimes else "-",
         )
     return table

@@ -6,9 +6,9 @@ from chipfit.platform.schema import Gate, Platform
 from chipfit.registry import entries, entry, lookup
 
 #: forms of `math.requant` that need no more than an accumulator and a multiplier
-FORMS = ("float", "q31", "shift")
-#: what chipfit does instead of two settings on which no result depends
-_NEVER_CHOSEN = ("the gate stays closed", "options with it are skipped")
+REQUANT_FORMS = ("float", "q31", "shift")
+#: what chipfit does instead of a condition that it cannot check, and of a format that it has not
+_GATE_STAYS_CLOSED, _OPTIONS_ARE_SKIPPED = "the gate stays closed", "options with it are skipped"
 Gap = tuple[str, object, str]  #: field, its value in the file, what chipfit does instead
 
 
@@ -18,9 +18,11 @@ def unsupported_features(platform: Platform) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{field} {value}: {instead}" for field, value, instead in gaps))
 
 
-def unmodelled_features(platform: Platform) -> tuple[str, ...]:
-    """Return the unsupported settings on which results depend: without options that are never chosen."""
-    return tuple(text for text in unsupported_features(platform) if not text.endswith(_NEVER_CHOSEN))
+def features_with_other_results(platform: Platform) -> tuple[str, ...]:
+    """Return the unsupported settings that may change results: not those whose options are never chosen."""
+    return tuple(
+        text for text in unsupported_features(platform) if not text.endswith((_GATE_STAYS_CLOSED, _OPTIONS_ARE_SKIPPED))
+    )
 
 
 def kernels_of(platform: Platform) -> str | None:
@@ -28,7 +30,7 @@ def kernels_of(platform: Platform) -> str | None:
 
     A platform that only defines how it requantizes gets ONNX Runtime's kernels, whose product sums follow that rule.
     """
-    by_rule = "onnxruntime" if (platform.math.requant or {}).get("form") in FORMS else None
+    by_rule = "onnxruntime" if (platform.math.requant or {}).get("form") in REQUANT_FORMS else None
     return platform.math.kernels or by_rule
 
 
@@ -37,13 +39,13 @@ def simulates_arithmetic(platform: Platform) -> bool:
     return kernels_of(platform) is not None and not list(_math(platform))
 
 
-def writes(p: Platform) -> list[str]:
-    """Return the suffixes of its own files that chipfit writes, first those of its runtimes."""
+def file_suffixes(p: Platform) -> list[str]:
+    """Return the suffixes of the platform's files that chipfit writes, first those of its runtimes."""
     runs = [entry("runtime", name).declares.suffix for name in p.runtimes]
     formats = [e.declares for e in entries("format").values()]
     named = [s for f in formats if not f.named for s in f.suffixes for d in p.deploy if s in d]
-    data = {p.formats[d].kind for o in p.ops for u in o.use for d in (*u.ins, u.out) if d in p.formats}
-    if any("ONNX" in d for d in p.deploy) and (not data or "int" in data):  # activations have integer grids there
+    kinds = {p.formats[d].kind for o in p.ops for u in o.use for d in (*u.ins, u.out) if d in p.formats}
+    if any("ONNX" in d for d in p.deploy) and (not kinds or "int" in kinds):  # activations have integer grids there
         named.append(".onnx")
     return list(dict.fromkeys([*runs, *named]))
 
@@ -51,7 +53,7 @@ def writes(p: Platform) -> list[str]:
 def _formats(p: Platform) -> Iterator[Gap]:
     for name, f in p.formats.items():
         if f.gap:
-            yield f"formats.{name}", f, f"{f.gap} not supported: {_NEVER_CHOSEN[1]}"
+            yield f"formats.{name}", f, f"{f.gap} not supported: {_OPTIONS_ARE_SKIPPED}"
         elif f.is_float and f.float_ not in ("fp32", None):
             yield f"formats.{name}", f, "computed in float32"
 
@@ -62,7 +64,7 @@ def _operators(p: Platform) -> Iterator[Gap]:
             yield f"ops.{i}.where.fused_activation", op.where["fused_activation"], "counts as satisfied"
         for at, when in ((f"ops.{i}", op.when), *((f"ops.{i}.use.{k}", u.when) for k, u in enumerate(op.use))):
             if "runtime" in when:
-                yield f"{at}.when.runtime", when["runtime"], _NEVER_CHOSEN[0]
+                yield f"{at}.when.runtime", when["runtime"], _GATE_STAYS_CLOSED
         for k, rule in enumerate(op.rules):
             slots = {*(rule.tie or ()), rule.fix, rule.zero, *(rule.scale_product or ())}
             if not rule.hard:

@@ -13,7 +13,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import products
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
-from chipfit.platform.support import simulates_arithmetic, unmodelled_features
+from chipfit.platform.support import features_with_other_results, simulates_arithmetic
 from chipfit.quantizers.noise import decibels
 from chipfit.quantizers.stored import Stored
 from chipfit.report.record import LayerRow
@@ -54,7 +54,7 @@ def build(
         timings=dict(timings or {}),
         notes=plan.rewrites,
         simulated=simulates_arithmetic(platform),
-        not_modelled=unmodelled_features(platform),
+        not_modelled=features_with_other_results(platform),
         provenance=plan.published_provenance,
         verification={**verification.to_dict(), "summary": verification.summary()} if verification else None,
     )

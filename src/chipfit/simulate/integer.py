@@ -26,7 +26,7 @@ from chipfit.passes.layout import Layout, apply_layout
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.schema import Math, Platform
-from chipfit.platform.support import FORMS, kernels_of
+from chipfit.platform.support import REQUANT_FORMS, kernels_of
 from chipfit.quantizers.dynamic import Codes, dynamic_codes
 from chipfit.quantizers.grids import shape_for
 from chipfit.quantizers.ops import TorchOps
@@ -252,7 +252,7 @@ def profile_for(platform: Platform, kernels: str | None = None) -> Profile:
         hint = f"use Result.model, the float simulation, or a platform with a verified profile such as {DEFAULT}"
         what = f"'{platform.name}' has no verified arithmetic, so its integers cannot be simulated"
         raise UnsupportedError(
-            what, got=got, allowed=f"math.kernels, or math.requant with form {' or '.join(FORMS)}", hint=hint
+            what, got=got, allowed=f"math.kernels, or math.requant with form {' or '.join(REQUANT_FORMS)}", hint=hint
         )
     profile: Profile = lookup("kernels", name)
     return profile

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import UnsupportedError
-from chipfit.platform.support import FORMS
+from chipfit.platform.support import REQUANT_FORMS
 from chipfit.quantizers.rounding import ROUNDINGS
 
 
@@ -45,7 +45,7 @@ def requantize(acc: torch.Tensor, multiplier: torch.Tensor, rule: Mapping[str, A
         right = 1 - e.to(torch.int64)
         left = acc.to(torch.int64) << (-right).clamp_min(0)
         return shift(left, right.clamp_min(0), rule.get("round", "half_up")).double()
-    raise UnsupportedError(f"Requantization form '{form}' has no simulator", allowed=", ".join(FORMS))
+    raise UnsupportedError(f"Requantization form '{form}' has no simulator", allowed=", ".join(REQUANT_FORMS))
 
 
 def multiplier_and_shift(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ from chipfit.graph.placement import device_of, inputs_on
 from chipfit.plan.record import Plan
 from chipfit.plan.tables import with_integers
 from chipfit.platform.schema import Platform
-from chipfit.platform.support import simulates_arithmetic, unmodelled_features
+from chipfit.platform.support import features_with_other_results, simulates_arithmetic
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.rounding.outputs import output_labels
@@ -107,7 +107,7 @@ def verify(
         in_file = read_back(file) if read_back is not None else {}
     out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
     out.other_rule = bool(platform.math.requant) and not out.promised
-    out.executed, out.not_modelled = dict(device.executed()), [*unmodelled_features(platform)]
+    out.executed, out.not_modelled = dict(device.executed()), [*features_with_other_results(platform)]
     comparator = Comparator(graph, plan, platform, device, found.declares, model, out, set(in_file), end_to_end_samples)
     comparator.list_tensors(quantized, inner)
     if read_back is not None:

@@ -5,6 +5,7 @@ raises `Unreadable` for a form that has no such nodes. Source: docs/ContribOpera
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,11 @@ class Body:
             x = self.op("Add", x, other)
         return x
 
-    def part(self, x: str, axis: int, start: int, end: int) -> str:
-        return self.op("Slice", x, *(self.constant([v]) for v in (start, end, axis)))
+    def parts(self, x: str, axis: int, sizes: Sequence[int]) -> list[str]:
+        """Return the parts of x along an axis, one behind the other."""
+        ends = list(accumulate(sizes))
+        places = zip((e - size for e, size in zip(ends, sizes, strict=True)), ends, strict=True)
+        return [self.op("Slice", x, *(self.constant([v]) for v in (*place, axis))) for place in places]
 
     def result(self, index: int, name: str) -> None:
         """Call a result of the nodes like one of the operator, if something reads that."""
@@ -132,9 +136,9 @@ def _mat_mul(f: Body) -> None:
     require(not f.attr("transBatchA", 0) and not f.attr("transBatchB", 0))
     operands = []
     for k, flag in enumerate(("transA", "transB")):
-        turned = f.attr(flag, 0) and f.rank(k) > 1
-        order = [*range(f.rank(k) - 2), f.rank(k) - 1, f.rank(k) - 2] if turned else []
-        operands.append(f.op("Transpose", f.given(k), perm=order) if turned else f.given(k))
+        transposed = f.attr(flag, 0) and f.rank(k) > 1
+        order = [*range(f.rank(k) - 2), f.rank(k) - 1, f.rank(k) - 2] if transposed else []
+        operands.append(f.op("Transpose", f.given(k), perm=order) if transposed else f.given(k))
     y, alpha = f.op("MatMul", *operands), f.attr("alpha", 1.0)
     f.result(0, y if alpha == 1 else f.op("Mul", y, f.constant(np.float32(alpha))))
 
@@ -184,7 +188,7 @@ def _mask(f: Body, index: int, data: int) -> str:
     """Return a mask of keys as ONNX has it: true where a key counts, [B, 1, 1 or L, S].
 
     Args:
-        index: of the mask, with 1 where a key counts [B, S] or [B, L, S]; or numbers of keys [B].
+        index: of the mask, with 1 where a key counts [B, S] or [B, L, S]; or counts of keys [B].
         data: of an operand [B, S, ...].
     """
     if not f.given(index):
@@ -195,13 +199,13 @@ def _mask(f: Body, index: int, data: int) -> str:
         require(x.rank == 3 and all(m.shape[0] == n.shape[0] for m, n in zip(x.metas, counts.metas, strict=True)))
         zero, one = f.constant(np.int64(0)), f.constant(np.int64(1))
         keys = f.op("Range", zero, f.op("Gather", f.op("Shape", f.given(data)), one), one)
-        counts_ = f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.INT64), f.constant([1]))
-        mask, rank = f.op("Less", keys, counts_), 2
+        lengths = f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.INT64), f.constant([1]))
+        mask, rank = f.op("Less", keys, lengths), 2
     require(rank in (2, 3))
     return f.op("Unsqueeze", f.op("Cast", mask, to=onnx.TensorProto.BOOL), f.constant([1, 2] if rank == 2 else [1]))
 
 
-def _attend(f: Body, q: str, k: str, v: str, mask: str, bias: int, *, groups: int = 0, causal: int = 0) -> str:
+def _attention_of(f: Body, q: str, k: str, v: str, mask: str, bias: int, *, groups: int = 0, causal: int = 0) -> str:
     """Return attention of [B, L, heads * size], or of keys and values by head, with an addend of the scores.
 
     Args:
@@ -225,13 +229,11 @@ def _attention(f: Body) -> None:
     total = present(w.shape[1])
     require(not f.attr("do_rotary", 0))
     sizes = f.attr("qkv_hidden_sizes", [total // 3] * 3)
-    parts, start = list[str](), 0
-    for size in sizes:
-        y = f.op("MatMul", f.given(0), f.part(f.given(1), 1, start, start + size))
-        bias = f.given(2) and f.part(f.given(2), 0, start, start + size)
-        parts.append(f.add(y, bias))
-        start += size
-    f.result(0, _attend(f, parts[0], parts[1], parts[2], _mask(f, 3, 0), 5))
+    products = [f.op("MatMul", f.given(0), w) for w in f.parts(f.given(1), 1, sizes)]
+    if f.given(2):
+        products = [f.add(y, bias) for y, bias in zip(products, f.parts(f.given(2), 0, sizes), strict=True)]
+    q, k, v = products
+    f.result(0, _attention_of(f, q, k, v, _mask(f, 3, 0), 5))
 
 
 @_defines("MultiHeadAttention")
@@ -243,20 +245,16 @@ def _multi_head(f: Body) -> None:
     by_head = f.rank(1) == 4
     if f.given(3):
         require(not by_head)
-        start, made = 0, list[str]()
-        for i, x in enumerate((q, k, v)):
-            size = present(f.call.operand(i).shape[-1])
-            made.append(f.add(x, f.part(f.given(3), 0, start, start + size)))
-            start += size
-        q, k, v = made
+        biases = f.parts(f.given(3), 0, [present(f.call.operand(i).shape[-1]) for i in range(3)])
+        q, k, v = (f.add(x, bias) for x, bias in zip((q, k, v), biases, strict=True))
     mask = _mask(f, 4, 1)
     if by_head:
         shape = f.constant([0, 0, f.attr("num_heads", 0), -1])
         q = f.op("Transpose", f.op("Reshape", q, shape), perm=[0, 2, 1, 3])
-        y = f.op("Transpose", _attend(f, q, k, v, mask, 5), perm=[0, 2, 1, 3])
+        y = f.op("Transpose", _attention_of(f, q, k, v, mask, 5), perm=[0, 2, 1, 3])
         f.result(0, f.op("Reshape", y, f.constant([0, 0, -1])))
     else:
-        f.result(0, _attend(f, q, k, v, mask, 5))
+        f.result(0, _attention_of(f, q, k, v, mask, 5))
 
 
 @_defines("GroupQueryAttention")
@@ -276,20 +274,17 @@ def _grouped(f: Body) -> None:
     if not k:
         width = f.call.operand(0).shape[-1]
         require(width is not None)
-        size, start, made = width // (heads + 2 * groups), 0, list[str]()
-        for count in (heads, groups, groups):
-            made.append(f.part(q, 2, start, start + count * size))
-            start += count * size
-        q, k, v = made
+        size = width // (heads + 2 * groups)
+        q, k, v = f.parts(q, 2, [heads * size, groups * size, groups * size])
     if f.attr("do_rotary", 0):
-        q, k = (_turned(f, x, count) for x, count in ((q, heads), (k, groups)))
-    f.result(0, _attend(f, q, k, v, "", 10, groups=groups, causal=1))
+        q, k = (_with_rotary_embedding(f, x, count) for x, count in ((q, heads), (k, groups)))
+    f.result(0, _attention_of(f, q, k, v, "", 10, groups=groups, causal=1))
     shape = f.constant([0, 0, groups, -1])
     for index, x in ((1, k), (2, v)):
         f.result(index, f.op("Transpose", f.op("Reshape", x, shape), perm=[0, 2, 1, 3]))
 
 
-def _turned(f: Body, x: str, heads: int) -> str:
+def _with_rotary_embedding(f: Body, x: str, heads: int) -> str:
     """Return queries or keys with the rotary embedding of positions 0, 1, ..."""
     sizes, zero, one = f.op("Shape", x, end=2), f.constant(np.int64(0)), f.constant(np.int64(1))
     positions = f.op("Expand", f.op("Range", zero, f.op("Gather", sizes, one), one), sizes)
@@ -315,7 +310,7 @@ def _rotary(f: Body) -> None:
 
 
 @_defines("Trilu Pad GatherND Range Unique")
-def _own(f: Body) -> None:
+def _standard(f: Body) -> None:
     f.no_result(1, 2, 3)
     attrs = {k: f.call.attr(k) for k in f.call.node.attributes}
     f.result(0, f.op(f.call.node.op_type, *f.inputs, **attrs))

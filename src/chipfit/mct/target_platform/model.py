@@ -70,7 +70,7 @@ class OperatorsSet(OperatorGroup):
     qc_options: QuantizationConfigOptions | None = None
 
     def __post_init__(self) -> None:
-        _join(self)
+        _add_to_open_model(self)
 
 
 def _of_name(given: Any) -> Any:
@@ -111,7 +111,7 @@ class OperatorSetConcat(OperatorGroup):
             raise ModelingError("OperatorSetConcat requires at least one OperatorsSet", got="none")
         object.__setattr__(self, "op_set_list", tuple(m for o in opsets for m in o.members))
         object.__setattr__(self, "name", name or "_".join(o.name for o in opsets))
-        _join(self)
+        _add_to_open_model(self)
 
     @property
     def members(self) -> tuple[OperatorsSet, ...]:
@@ -144,7 +144,7 @@ class Fusing:
             what = "Fusing can not be created for a single operators group"
             raise ModelingError(what, got=len(groups), allowed="two or more")
         object.__setattr__(self, "name", self.name or "_".join(g.name for g in groups))
-        _join(self)
+        _add_to_open_model(self)
 
     def contains(self, other: Fusing) -> bool:
         """Return whether the groups of `other` are consecutive groups here; a set matches its concatenations."""
@@ -324,10 +324,10 @@ class TargetPlatformModel:
             for op in (op for m in members if m.type is None for op in m.op):
                 owners[op].add(name)
 
-        def alone(m: Member) -> Member:
+        def without_needless_name(m: Member) -> Member:
             return m if any(len(owners[op]) > 1 for op in m.op) else m.model_copy(update={"name": None})
 
-        return {name: tuple(dict.fromkeys(map(alone, members))) for name, members in sets.items()}
+        return {name: tuple(dict.fromkeys(map(without_needless_name, members))) for name, members in sets.items()}
 
     def get_info(self) -> dict[str, Any]:
         """Return a description for printing."""
@@ -354,7 +354,8 @@ class TargetPlatformModel:
         return f"{type(self).__name__}({self.name!r}, {sizes})"
 
 
-def _join(part: OperatorGroup | Fusing) -> None:
+def _add_to_open_model(part: OperatorGroup | Fusing) -> None:
+    """Add a part to the model whose `with` block is open, if there is one."""
     model = _CURRENT.get()
     if model is not None:
         model._add(part)

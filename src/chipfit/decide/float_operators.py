@@ -1,14 +1,15 @@
-"""Check that no operator computes in floats, for chips without a float unit and `Settings(integer_only=True)`."""
+"""Operators in float: those that a chip without a float unit refuses, and those that its files cannot hold."""
 
 from collections.abc import Iterator
 
 from chipfit.decide.assignment import Assignment
 from chipfit.errors import UnsupportedError
-from chipfit.graph.ir import DYNAMIC, Graph
-from chipfit.operators.table import OPS
+from chipfit.graph.ir import DYNAMIC, OPAQUE, Graph
+from chipfit.operators.table import CELLS, OPS, refused
 from chipfit.plan.record import NodePlan
 from chipfit.platform.match import IntegerOperators
 from chipfit.platform.schema import Platform
+from chipfit.platform.support import file_suffixes
 
 _MOST_NAMED = 8
 
@@ -52,6 +53,23 @@ def refusals(graph: Graph, platform: Platform, assignment: Assignment) -> list[s
     return [
         f"warning: {n.op} '{n.display_name}' cannot run in integers on '{platform.name}': {n.why or 'in float'}{hints}"
         for n in found
+    ]
+
+
+def unwritable(graph: Graph, platform: Platform, assignment: Assignment) -> list[str]:
+    """Return a warning about each operator in float that has no form in the only kind of file of the platform."""
+    files = file_suffixes(platform)
+    if len(files) != 1 or (column := files[0].lstrip(".")) not in CELLS:
+        return []
+    reasons, in_float = refused(column), {n.name for n in float_operators(graph, assignment)}
+    forms = (CELLS[column].keys() | CELLS["decompose"].keys()) - reasons.keys()
+    if column == "onnx":  # in which frameworks write their own operators
+        forms.add(OPAQUE)
+    return [
+        f"warning: {n.called} '{n.display_name}' has no form in {files[0]} files, the only ones of '{platform.name}'"
+        f"{f': {reasons[n.op]}' if n.op in reasons else ''}; replace it, or export what comes before it"
+        for n in graph
+        if n.op not in forms and n.name in in_float
     ]
 
 
