@@ -1,6 +1,7 @@
 """Repairs without training inside `quantize`: tried where the outputs lose more than the bits explain, and named."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -106,6 +107,29 @@ def test_data_that_are_read_once_are_measured_and_a_note_says_why_nothing_was_tr
     )
     assert any(n.startswith("warning: rounding loses more than the bits explain: ") for n in result.plan.rewrites)
     assert result.plan.provenance["merit"]["samples"] == 64
+
+
+@pytest.mark.parametrize("most, helps", [("activations", "'tflite_int16x8'"), ("weights", "rounding='learned')")])
+def test_a_doubt_names_what_costs_most_and_what_helps(most, helps):
+    torch.manual_seed(0)
+    wide, filters, s = (
+        nn.Conv2d(4, 24, 1),
+        nn.Conv2d(24, 24, 3, groups=24),
+        10 ** (-3 * torch.rand(24)).view(-1, 1, 1, 1),
+    )
+    with torch.no_grad():
+        wide.weight.mul_(s)
+        wide.bias.mul_(s.flatten())
+        filters.weight.div_(s)
+    net = sequential(wide, nn.ReLU6(), filters, nn.Sigmoid()) if most == "activations" else unequal()
+    settings = Settings(correct_bias=False)
+    (doubt,) = quantized(net, iter(DATA), "tflite_int8", settings=settings).report.warnings
+    assert f"most is lost in {most}: " in doubt and doubt.endswith(helps)
+    both, *found = (float(x) for x in re.findall(r"([0-9.]+) dB (?:are|with)", doubt.partition("have ")[2]))
+    better = max(found)
+    if most == "activations":
+        wider = quantized(net, DATA, "tflite_int16x8", settings=settings).plan.provenance["merit"]["sqnr_db"]
+        assert better > both and wider == pytest.approx(better, abs=3)
 
 
 def test_what_the_user_decides_is_not_tried():

@@ -529,6 +529,7 @@ class Platform(SummaryRepr, _Record):
     fuse: tuple[Fuse, ...] = ()
     place: Placement = Placement()
     math: Math = Math()
+    wider: str = Field("", description="platform of the same runtime whose activations have more bits")
     deploy: tuple[str, ...] = Field((), description="artefacts, most native first")
     runtimes: tuple[str, ...] = Field((), description="runtimes verified to compute its integers, its own first")
     encodings: str = Field("generic", description="dialect of the JSON encodings that its tools read")

@@ -158,8 +158,25 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
     merit = Merit.of(reference, plan_of(d), found.errors)
     if tries and merit.doubtful:
         ratios = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
-        d = replace(d, rewrites=(*d.rewrites, f"warning: rounding loses more than the bits explain: {ratios}"))
+        doubt = f"warning: rounding loses more than the bits explain: {ratios}{_where_lost(d, reference, rounded)}"
+        d = replace(d, rewrites=(*d.rewrites, doubt))
     return replace(_without_captured(d), provenance={**d.provenance, "merit": merit.to_record()}, measured=found)
+
+
+def _where_lost(d: Decision, reference: MeanReference, rounded: RoundedWeights) -> str:
+    """Return what the outputs would have with either of activations and weights in float, and what helps."""
+    graph, plan = judged(d)
+    weights = without_weight_rounding(plan)
+    of_weights = {k: t.with_(stored=None) if t.role == "activation" else t for k, t in plan.tensors.items()}
+    only = {"activations": replace(plan, tensors=of_weights), "weights": weights}
+    move = biases_move(trial_settings(d)[0])
+    found = {k: measure_biases(reference, graph, p, rounded, move=move).errors.sqnr_db for k, p in only.items()}
+    most = max(found, key=lambda k: found[k])
+    helps = "train `result.model`, or let rounding follow the data: Settings(rounding='learned')"
+    if most == "activations":
+        helps = "take a platform with more bits for them" + f", '{d.platform.wider}'" * bool(d.platform.wider)
+    said = ", ".join(f"{x:.1f} dB with {k} in float" for k, x in found.items())
+    return f" ({said}); most is lost in {most}: {helps}"
 
 
 def _without_captured(d: Decision) -> Decision:
