@@ -439,6 +439,7 @@ ALWAYS: dict[str, Any] = {
 }
 #: word -> the test elsewhere that shows what it does
 ELSEWHERE = {"Platform.extends": "test_load.py: a child overrides its parent", "Format.free": "decide/test_options.py"}
+ELSEWHERE["Platform.wider"] = "search/test_repairs.py"
 ELSEWHERE |= dict.fromkeys(("Option.state", "Format.per=gate"), "exactness/test_native_lstm.py")
 
 
