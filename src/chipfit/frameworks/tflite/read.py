@@ -442,7 +442,7 @@ def _linear(c: Call) -> Value:
     if (len(x.shape) != 2 and not c.option("keepNumDims", False)) or x.shape[-1] != width:
         x = c.part("Reshape", [x], (c.shape()[0], width), shape=(-1, width))
     x = c.reading.rounded(c, x)
-    y = c.part("Linear", [x, c.weight(1, trains=True), c.bias(2)], (*x.shape[:-1], out), called=c.name)
+    y = c.part(c.canonical, [x, c.weight(1, trains=True), c.bias(2)], (*x.shape[:-1], out), called=c.name)
     return y if y.shape == c.shape() else c.part("Reshape", [y], c.shape(), shape=c.static())
 
 
@@ -721,7 +721,7 @@ def _depth_to_space(c: Call) -> Value:
         order = np.arange(x.shape[-1] or 0).reshape(k * k, -1).T.ravel()
         index = c.added(torch.from_numpy(order.copy()))
         moved = c.step("Gather", [x, index], axis=len(x.shape) - 1)
-        return c.emit("DepthToSpace", [moved], block=k)
-    y = c.part("SpaceToDepth", [x], c.shape(), block=k)
+        return c.emit(c.canonical, [moved], block=k)
+    y = c.part(c.canonical, [x], c.shape(), block=k)
     order = np.arange(c.shape()[-1] or 0).reshape(-1, k * k).T.ravel()
     return c.emit("Gather", [y, c.added(torch.from_numpy(order.copy()))], axis=len(y.shape) - 1)
