@@ -161,6 +161,18 @@ def test_a_network_that_mixes_its_samples_keeps_the_batch_of_the_file(tmp_path):
     assert graph.shape(graph.inputs[0]) == (3, 4) and "the batch size is fixed" in graph.notes[0]
 
 
+def test_a_file_that_is_quantized_again_keeps_its_batch_where_it_joins_constants_of_one_sample(tmp_path):
+    model = model_of(
+        lambda m, x: torch.cat([m.a(x), m.row.expand(len(x), -1)], 1), a=nn.Linear(4, 6), row=torch.ones(1, 2)
+    )
+    images = list(torch.randn(3, 1, 4))
+    file = chipfit.quantize(model, images, platform="tflite_int8", progress=False).export(tmp_path / "q.tflite")
+    batches = [torch.cat(images)]  # of three samples, for a file of one
+    again = chipfit.quantize(chipfit.load_model(file, requantize=True), batches, platform="tflite_int8", progress=False)
+    again.export(tmp_path / "again.tflite")
+    assert again.verify(batches).exact and again.report is not None
+
+
 def test_a_quantized_file_is_refused_and_can_be_quantized_again(network, images, path, tmp_path):
     first = chipfit.quantize(path, images, platform="tflite_int8", progress=False)
     file = first.export(tmp_path / "q.tflite", io="int8")

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 import chipfit.frameworks.tflite.recurrent  # noqa: F401 -- registers readers
-from chipfit.engine.run import first_deviation
+from chipfit.engine.run import first_deviation, run
 from chipfit.engine.trees import with_states
 from chipfit.errors import CaptureError, UnsupportedError
 from chipfit.frameworks.tflite.model import Facts, TfliteModel
@@ -50,7 +50,7 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
     if found is not None:
         what = "The graph that was read from the file computes something else than LiteRT"
         raise CaptureError(what, where=f"{model.where}, output '{found[0]}'", got=f"deviation {found[1]}")
-    graph.example = tuple(given)
+    graph.example = tuple(given if None in counts else first)
     return with_states(graph, graph.inputs[len(given) - model.states :]) if model.states else graph
 
 
@@ -117,8 +117,16 @@ def _opened(
         return None
     if any(graph.shape(o)[:1] != (None,) for o in graph.outputs):
         return None
-    want = [torch.cat(ys) for ys in zip(*each, strict=True)]
-    return graph if model.requantize or first_deviation(graph, two, want) is None else None
+    if model.requantize:  # its kernels round otherwise: the graph's own samples are compared
+        rows = [[x[k : k + 1] if x.dim() else x for x in two] for k in range(2)]
+        try:
+            with torch.inference_mode():
+                found = [run(graph, row) for row in rows]
+        except (RuntimeError, LookupError, TypeError, ValueError):
+            return None
+        each = [[y[o] for o in graph.outputs] for y in found]
+    want = [torch.cat(list(ys)) for ys in zip(*each, strict=True)]
+    return graph if first_deviation(graph, two, want) is None else None
 
 
 def _read(model: TfliteModel, facts: Facts, *, open_batch: bool) -> Graph:
