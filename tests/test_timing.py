@@ -7,6 +7,7 @@ from torch import nn
 import chipfit
 from chipfit.errors import DataError, UnknownNameError
 from chipfit.verify import timing
+from tests.build import model_of
 
 
 class Counted:
@@ -70,3 +71,10 @@ def test_bad_input_has_typed_errors(result, tmp_path):
             measured.time(*data)
     with pytest.raises(UnknownNameError, match="onnxruntimee"):
         result.time(torch.randn(4, 3, 8, 8), runtime="onnxruntimee")
+
+
+def test_samples_are_counted_in_the_first_input():
+    model = model_of(lambda m, x, shift: m.layer(x) + shift, layer=nn.Linear(6, 5))
+    data = torch.randn(8, 6), torch.randn(1, 5)
+    found = chipfit.quantize(model, [data], platform="ort_cpu", progress=False).time([data], seconds=0)
+    assert found.batch == 8

@@ -363,8 +363,7 @@ def _adaptive_pool(c: TorchCall) -> Any:
 
 
 def _reduce(c: TorchCall, op: str) -> Any:
-    x, axes, keep = c.tensor("self"), c.static("dim"), bool(c.static("keepdim"))
-    axes = tuple(range(x.dim())) if axes in (None, ()) else tuple(a % x.dim() for a in per_axis(axes, 1))
+    x, axes, keep = c.tensor("self"), _axes(c), bool(c.static("keepdim"))
     require(c.args.get("dtype") in (None, x.dtype))
     data = c.cast_to_result("self") if x.dtype is torch.bool and c.name == "sum" else c.value("self")
     if c.name != "mean" or x.dim() != 4 or sorted(axes) != [2, 3]:
@@ -494,7 +493,7 @@ def _max_min(c: TorchCall) -> Any:
     """Read `max` and `min`: of two tensors, along an axis (with the indices if they are used), or of a whole tensor."""
     if "other" in c.args:
         return c.emit(c.name.capitalize(), [c.number_or_value("self"), c.number_or_value("other")])
-    axes = (c.static("dim") % c.rank,) if "dim" in c.args else tuple(range(c.rank))
+    axes = _axes(c)
     x, keep, kind = c.value("self"), bool(c.static("keepdim")), c.name.capitalize()
     if not isinstance(c.result, (tuple, list)) or c.only_first_result_is_read:
         return c.emit(f"Reduce{kind}", [x], axes=axes, keepdims=keep)
