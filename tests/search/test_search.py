@@ -13,13 +13,15 @@ from torch import nn
 
 import chipfit
 from chipfit.cli.inputs import parse_limits
+from chipfit.decision import Decision
 from chipfit.errors import ConfigError, DataError, PlanError, UnknownNameError
+from chipfit.platform.load import load
 from chipfit.report.advice import advice
 from chipfit.report.html import page
 from chipfit.report.terminal import render
 from chipfit.rounding.compare import Reference
 from chipfit.search import candidates, choose
-from chipfit.search.losses import losses
+from chipfit.search.losses import RoundingModel, losses
 from chipfit.search.resources import peak_bytes, resources
 from tests.build import NEAREST, mlp, model_of, platform_of, quantized, randn, sequential
 
@@ -367,3 +369,10 @@ def test_a_result_of_known_range_is_searched_with_that_range():
     }
     t = quantized(model, [randn(64, 16)], chip, **known).plan.tensors["sigmoid"]
     assert t.grid.bits == 4 and t.origin.startswith("known beforehand") and float(t.scale) == 1 / 16
+
+
+def test_weights_are_fitted_only_if_a_correction_rounds_them_by_a_method_that_fits():
+    chip = load("ort_cpu")
+    by_method = {m: Decision(platform=chip, settings=chipfit.Settings(rounding=m)) for m in ("gptq", "off")}
+    fitted = {(m, c): RoundingModel.of(d, c).fitted for m, d in by_method.items() for c in ((), ("rounding",))}
+    assert [key for key, is_fitted in fitted.items() if is_fitted] == [("gptq", ("rounding",))]
