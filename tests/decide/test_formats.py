@@ -123,6 +123,10 @@ def test_a_pass_through_operator_passes_the_format_on_to_what_it_alone_reads():
     assert wanted(*row, overrides={"m": {"float": "by hand"}}) == {"m": "a4", "x": "a8"}
     unread = "r = Relu(x)", "m = Reshape(r)", "n = Reshape(x)", "t = Tanh(n)"
     assert wanted(*unread, outputs=["m", "t"]) == {"n": "a4", "x": "a4"}
+    moved = "r = Reshape(x)", "m = Reshape(r)", "t = Tanh(m)", "o = Reshape(r)"  # a state that is an output, too
+    assert wanted(*moved, outputs=["t", "o"]) == {"m": "a4"}
+    without = chip(RULES, float_unit=False)
+    assert wanted(*moved, outputs=["t", "o"], platform=without) == {"m": "a4", "r": "a4", "x": "a4"}
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequen
     Of several consumers the last in execution order decides, unless it reads "any". Outputs of the model are wanted in
     the first format of `place.io_out`, if that lists no float. A pass-through operator passes the format wanted of its
     result on to its data, unless other nodes read them too, which do not all do so: then the data keep the format of
-    their producer.
+    their producer. On a chip without a float unit, what one reader wants in integers is in integers for all.
 
     Args:
         groups: with the options that they can take (`options.limit_options`).
@@ -91,7 +91,7 @@ def formats_wanted_by_consumers(graph: Graph, platform: Platform, groups: Sequen
                 passed.setdefault((i, wanted), set()).update(moving)
             alone = {i for i in group.data if len(users.get(i, ())) == 1 or i in inputs}
             agreed = {i for i in group.data if passed[i, wanted] == {n.name for n in users.get(i, ())}}
-            formats = dict.fromkeys(alone | agreed, wanted)
+            formats = dict.fromkeys(alone | agreed if platform.float_unit else group.data, wanted)
         else:
             option = first_compatible_option(platform, group, {})
             formats = {} if option is None else group.data_formats(option)

@@ -181,6 +181,8 @@ def test_a_quantized_file_is_refused_and_can_be_quantized_again(network, images,
     again = chipfit.quantize(chipfit.load_model(file, requantize=True), images, platform="tflite_int8", progress=False)
     before, after = (r.model(images[0]) for r in (first, again))
     assert (after - before).std() < 0.05 * before.std()
+    with pytest.raises(CaptureError, match=r"numbers that they stand for: \(x.astype\('float32'\) [+-] \d+\) \* 0\.0"):
+        capture(chipfit.load_model(file, requantize=True), (torch.zeros(1, 16, 16, 3, dtype=torch.int8),))
     with pytest.raises(CaptureError, match="can be quantized again"):
         chipfit.load_model(network, requantize=True)
 

@@ -94,6 +94,12 @@ def inputs_of(model: TfliteModel, args: Sequence[Any], kwargs: Any) -> list[torc
                 allowed = f"{list(t.signature)}"
                 hint = "the file computes one sample, without an axis for a batch: give a list of samples"
             raise CaptureError(what, where=model.where, got=got, allowed=allowed, hint=hint)
+        if model.requantize and t.scale is not None and not x.is_floating_point():
+            what = f"Input '{t.name}' holds integers as the file stores them; it is quantized again from floats"
+            zero, scale = int(t.zero.ravel()[0]), float(t.scale.ravel()[0])
+            shifted = f"(x.astype('float32') {'+' if zero < 0 else '-'} {abs(zero)})"
+            hint = f"give the numbers that they stand for: {shifted} * {scale:.9g}"
+            raise CaptureError(what, where=model.where, got=str(x.dtype), allowed="torch.float32", hint=hint)
         out.append(x.detach().cpu().to(getattr(torch, t.dtype)))
     return out
 
