@@ -195,17 +195,35 @@ _KERNELS = {
 def _kernel(w: TfliteBuilder, n: Node) -> tuple[int, list[int]]:
     """Return the kernel (with height 1 if it has one spatial axis) and its spatial sizes."""
     order, sizes = _KERNELS[w.kind], w.shape(n.weight)[2:]
+    whole = [*[1] * (2 - len(sizes)), *sizes]
+    if n.weight not in w.graph.weights:
+        return _computed_kernel(w, n, [*w.shape(n.weight)[:2], *whole], order), whole
 
     def change(a: np.ndarray) -> np.ndarray:
         return (a[:, :, None] if a.ndim == 3 else a).transpose(order)
 
-    return w.weight(n.weight, change, order.index(n.facts.weight_axis)), [*[1] * (2 - len(sizes)), *sizes]
+    return w.weight(n.weight, change, order.index(n.facts.weight_axis)), whole
+
+
+def _computed_kernel(w: TfliteBuilder, n: Node, shape: list[int], order: Sequence[int]) -> int:
+    """Write the transposition of a kernel that the network computes, which is one of floats."""
+    w.require(n, not w.integer, "its weight is computed at run time")
+    x = w.read(n.weight)
+    if len(w.shape(n.weight)) < len(shape):
+        image = w.temporary(shape, x)
+        _reshape(w, x, shape, image)
+        x = image
+    turned = w.temporary([shape[d] for d in order], x)
+    _permute(w, x, order, turned)
+    return turned
 
 
 def _bias(w: TfliteBuilder, n: Node, channels: int) -> int:
     """Return the bias, or zeros if there is none: the kernels read one."""
+    if not w.integer and n.bias is not None:
+        return w.weight(n.bias) if n.bias in w.graph.weights else w.read(n.bias)
     if not w.integer:
-        return w.weight(n.bias) if n.bias is not None else w.constant(np.zeros(channels, np.float32))
+        return w.constant(np.zeros(channels, np.float32))
     x, k = w.plan[n.data], w.plan[n.weight]
     scale = (x.scale * k.scale).reshape(-1).numpy()  # as many as the weight has, whatever the shape in the plan
     if n.bias is not None:
@@ -269,7 +287,8 @@ def _dynamic_quantize(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 
 
 def _linear(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
-    ins = [w.read(n.data), w.weight(n.weight), _bias(w, n, w.shape(n.weight)[0])]
+    weight = w.weight(n.weight) if w.integer or n.weight in w.graph.weights else w.read(n.weight)
+    ins = [w.read(n.data), weight, _bias(w, n, w.shape(n.weight)[0])]
     w.op(w.kind, ins, y, fusedActivationFunction=w.fused, keepNumDims=len(w.shape(n.output)) != 2)
 
 
