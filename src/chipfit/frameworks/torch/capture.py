@@ -25,6 +25,7 @@ from chipfit.engine.trees import flatten_inputs
 from chipfit.engine.types import describe_value
 from chipfit.errors import CaptureError, RefusedCall, raise_bug, short_message
 from chipfit.frameworks.reading import mixes_samples
+from chipfit.frameworks.torch.decompositions import decomposition_of
 from chipfit.frameworks.torch.device import check_device
 from chipfit.frameworks.torch.packed import padded_sequences
 from chipfit.frameworks.torch.plain_call import compare_with_plain_call, in_float32, run_in_float32
@@ -32,7 +33,6 @@ from chipfit.frameworks.torch.program import (
     Program,
     SymbolicTensor,
     Unrecordable,
-    decomposition_of,
     needs_functionalization,
     symbolic,
     users_line,
@@ -363,8 +363,8 @@ def export(
 
 def _decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Return a program without operators that are read in parts, and without writes that a reader would miss."""
-    decompositions: dict[Any, Any] = {}
-    if any(decomposition_of(n.target) for n in program.graph.nodes):
+    decompositions: dict[Any, Any] = {n.target: f for n in program.graph.nodes if (f := decomposition_of(n.target))}
+    if decompositions:
         for table in (torch._decomp.decomposition_table, torch.export.default_decompositions()):
             decompositions |= {op: decomposition_of(op, f) for op, f in table.items() if decomposition_of(op)}
     needed = decompositions or needs_functionalization(program.graph)

@@ -1,7 +1,6 @@
 """A traced model: calls of ATen operators with their origins in the user's code; both tracers return it."""
 
 import dataclasses
-import functools
 import itertools
 import linecache
 import operator
@@ -19,37 +18,9 @@ from chipfit.files import package_data
 from chipfit.frameworks.torch.tied_axes import Place
 from chipfit.graph.builder import Origin
 from chipfit.graph.config import module_settings, plain
-from chipfit.graph.einsum import as_product
 
-#: operators that are read after their decomposition
-DECOMPOSED = frozenset(package_data("chipfit.frameworks.torch", "aten.yaml")["decomposed"].split())
 #: ATen operators that are read as their operand, although their schema promises a copy
 _COPIES = ("clone", "_to_copy", "_unsafe_view")
-
-
-def decomposition_of(op: Any, default: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
-    """Return a function that computes an operator by simpler ones, or None if the operator is read as it is.
-
-    Args:
-        default: the decomposition of the tracer.
-    """
-    if aten_name(op) not in DECOMPOSED:
-        return None
-    default = default or (op.decompose if op._can_decompose() else torch._decomp.decomposition_table.get(op))
-    return functools.partial(_einsum, default) if op is torch.ops.aten.einsum.default else default
-
-
-def _einsum(default: Any, equation: str, operands: Sequence[torch.Tensor], **settings: Any) -> Any:
-    """Compute an einsum as one matrix product where it is one; PyTorch's decomposition adds axes of size 1."""
-    product = as_product(equation) if len(operands) == 2 else None
-    if product is None or operands[0].shape[product.left[-1]] != operands[1].shape[product.right[-2]]:
-        return default(equation, operands, **settings)
-    a, b = (_permuted(x, perm) for x, perm in zip(operands, product, strict=False))
-    return _permuted(a @ b, product.result)
-
-
-def _permuted(x: torch.Tensor, perm: Sequence[int]) -> torch.Tensor:
-    return x if list(perm) == sorted(perm) else x.permute(*perm)
 
 
 class Unrecordable(Exception):

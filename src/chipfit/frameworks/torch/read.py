@@ -364,13 +364,13 @@ def _adaptive_pool(c: TorchCall) -> Any:
 
 def _reduce(c: TorchCall, op: str) -> Any:
     x, axes, keep = c.tensor("self"), _axes(c), bool(c.static("keepdim"))
-    require(c.args.get("dtype") in (None, x.dtype))
-    data = c.cast_to_result("self") if x.dtype is torch.bool and c.name == "sum" else c.value("self")
+    require(c.name != "sum" or torch.promote_types(c.result.dtype, torch.int64) is c.result.dtype)
+    data = c.cast_to_result("self")
     if c.name != "mean" or x.dim() != 4 or sorted(axes) != [2, 3]:
         return c.emit(op, [data], axes=axes, keepdims=keep)
     if keep:
-        return c.emit("GlobalAvgPool", [c.value("self")])
-    return c.emit("Reshape", [c.step("GlobalAvgPool", [c.value("self")])], shape=_reshape_target(c.result.shape))
+        return c.emit("GlobalAvgPool", [data])
+    return c.emit("Reshape", [c.step("GlobalAvgPool", [data])], shape=_reshape_target(c.result.shape))
 
 
 def _any(c: TorchCall, op: str) -> Any:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from chipfit.engine.process import set_torch_states, torch_states
+from chipfit.frameworks.torch.decompositions import decomposition_of
 from chipfit.frameworks.torch.packed import padded_sequences
 from chipfit.frameworks.torch.program import (
     SHORT,
@@ -35,7 +36,6 @@ from chipfit.frameworks.torch.program import (
     Program,
     SymbolicTensor,
     Unrecordable,
-    decomposition_of,
     needs_functionalization,
     register_dataclasses,
     symbolic,

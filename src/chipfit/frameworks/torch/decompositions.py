@@ -1,0 +1,125 @@
+"""Operators of ATen that are read as the simpler ones that compute them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chipfit.files import package_data
+from chipfit.frameworks.torch.program import aten_name
+from chipfit.graph.einsum import as_product
+
+#: operators that are read after their decomposition
+DECOMPOSED = frozenset(package_data("chipfit.frameworks.torch", "aten.yaml")["decomposed"].split())
+
+
+def decomposition_of(op: Any, default: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
+    """Return a function that computes an operator by simpler ones, or None if the operator is read as it is.
+
+    Args:
+        default: the decomposition of the tracer.
+    """
+    if (name := aten_name(op)) not in DECOMPOSED:
+        return None
+    if name in _OWN:
+        return _OWN[name]
+    return default or (op.decompose if op._can_decompose() else torch._decomp.decomposition_table.get(op))
+
+
+def _einsum(equation: str, operands: Sequence[Tensor], **settings: Any) -> Any:
+    """Compute an einsum as one matrix product where it is one; PyTorch's decomposition adds axes of size 1."""
+    product = as_product(equation) if len(operands) == 2 else None
+    if product is None or operands[0].shape[product.left[-1]] != operands[1].shape[product.right[-2]]:
+        return torch.ops.aten.einsum.default.decompose(equation, operands, **settings)
+    a, b = (_permuted(x, perm) for x, perm in zip(operands, product, strict=False))
+    return _permuted(a @ b, product.result)
+
+
+def _permuted(x: Tensor, perm: Sequence[int]) -> Tensor:
+    return x if list(perm) == sorted(perm) else x.permute(*perm)
+
+
+def _bucketize(x: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+    """Count the boundaries below each number."""
+    return _searchsorted(boundaries, x, out_int32=out_int32, right=right)
+
+
+def _searchsorted(
+    boundaries: Tensor,
+    x: Any,
+    *,
+    out_int32: bool = False,
+    right: bool = False,
+    side: str | None = None,
+    sorter: Tensor | None = None,
+) -> Tensor:
+    """Count the boundaries below each number, of its own row where there are several rows."""
+    x = torch.as_tensor(x, device=boundaries.device)
+    boundaries = boundaries if sorter is None else boundaries.gather(-1, sorter)
+    boundaries, x = boundaries.unsqueeze(-2) if boundaries.dim() > 1 else boundaries, x.unsqueeze(-1)
+    below = boundaries <= x if right or side == "right" else boundaries < x
+    count = below.long().sum(-1)
+    return count.int() if out_int32 else count
+
+
+def _up_to(x: Tensor, dim: int, neutral: float) -> tuple[Tensor, Tensor]:
+    """Return, for each place along an axis, made the last one, all elements up to there; and what is one of them."""
+    rows = x.transpose(dim, -1).unsqueeze(-2)
+    place = torch.arange(rows.shape[-1], device=x.device)
+    kept = place.unsqueeze(1) >= place
+    return torch.where(kept, rows, neutral), kept
+
+
+def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    return _up_to(x, dim, 1)[0].prod(-1).transpose(dim, -1) if x.dim() else x
+
+
+def _cummax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the largest element up to each place, and the last place where it stands."""
+    least = torch.finfo(x.dtype).min if x.is_floating_point() else torch.iinfo(x.dtype).min
+    rows, kept = _up_to(x, dim, least)
+    largest = rows.amax(-1)
+    place = torch.arange(rows.shape[-1], device=x.device)
+    where = torch.where(kept & (rows == largest.unsqueeze(-1)), place, -1).amax(-1)
+    return largest.transpose(dim, -1), where.transpose(dim, -1)
+
+
+def _cummin(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    values, where = _cummax(-x, dim)
+    return -values, where
+
+
+def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    return _up_to(x, dim, -math.inf)[0].logsumexp(-1).transpose(dim, -1) if x.dim() else x
+
+
+def _quantile(
+    x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> Tensor:
+    """Sort, and interpolate between the two elements around a share of all."""
+    axis, shape = 0 if dim is None else dim, [1] * x.dim()
+    rows = (x.flatten() if dim is None else x).sort(axis)[0]
+    place = q * (rows.shape[axis] - 1)
+    low = math.floor(place)
+    shares = {"lower": 0.0, "higher": math.ceil(place - low), "nearest": round(place) - low, "midpoint": 0.5}
+    share = shares.get(interpolation, place - low) if place > low else 0
+    y = rows.select(axis, low)
+    y = y + (rows.select(axis, low + 1) - y) * share if share else y
+    return y if not keepdim else y.view(shape) if dim is None else y.unsqueeze(dim)
+
+
+#: operator -> its decomposition, where PyTorch has none, or one of more parts
+_OWN: dict[str, Callable[..., Any]] = {
+    "einsum": _einsum,
+    "bucketize": _bucketize,
+    "searchsorted": _searchsorted,
+    "cumprod": _cumprod,
+    "cummax": _cummax,
+    "cummin": _cummin,
+    "logcumsumexp": _logcumsumexp,
+    "quantile": _quantile,
+    "msort": lambda x: x.sort(0)[0],
+}
