@@ -227,6 +227,17 @@ def test_a_file_that_fails_gives_the_reason_of_its_own_batch():
         capture(model, (torch.ones(1, 2),))
 
 
+@pytest.mark.parametrize("kind", ["BatchNormalization", "Dropout"])
+def test_an_operator_in_training_mode_is_named_with_the_way_out(kind):
+    norm = {k: np.ones(4, "f4") for k in "gbmv"}
+    operands, constants, how = (["g", "b", "m", "v"], norm, {"training_mode": 1})
+    if kind == "Dropout":
+        operands, constants, how = ["r", "t"], {"r": np.float32(0.5), "t": np.array(True)}, {}
+    node = helper.make_node(kind, ["x", *operands], ["y"], name="here", **how)
+    graph = capture(small([node], {"x": ["n", 4, 3]}, ["y"], constants), (torch.randn(2, 4, 3),))
+    assert any(f"'{kind}' of 'here' is in training mode" in n and "model.eval()" in n for n in graph.notes)
+
+
 def test_an_if_that_depends_on_data_chooses_between_the_results_of_both_branches(tmp_path):
     """A verifier runs where a wake word is likely, as in the models of openWakeWord."""
     draw = np.random.default_rng(0)

@@ -135,6 +135,9 @@ class Translator:
         if kind == "Identity" and numbers == [True]:
             return inputs
         plain = node.op_type not in CONTROL_FLOW  # nodes inside control flow are checked one by one
+        if _trains(node, inputs, self.opsets[domain_of(node)]):
+            what = f"warning: operator '{node.op_type}' of '{node.name or node.outputs[0].name}' is in training mode"
+            self.builder.graph.notes.append(f"{what}: export the model as it is used, in PyTorch after model.eval()")
         try:
             check_attributes(node)
             if plain and (any(numbers) or not inputs):
@@ -237,6 +240,15 @@ class Translator:
         if x.constant is None:
             raise CaptureError(f"Output '{name}' depends on a size alone", hint="remove it from the outputs")
         return self.builder.weight(x, name)
+
+
+def _trains(node: ir.Node, inputs: Sequence[Operand | None], opset: int) -> bool:
+    """Return whether an operator computes as in training: with statistics of its batch, or with random zeros."""
+    if node.op_type == "Dropout" and len(inputs) > 2 and (mode := inputs[2]) is not None and mode.constant is not None:
+        return bool(mode.constant.any())
+    given = node.attributes.get("training_mode")
+    old = opset < 14 and len([o for o in node.outputs if o.name]) > 1
+    return node.op_type == "BatchNormalization" and (bool(given.value) if given is not None else old)
 
 
 def _sizes(node: ir.Node, metas: Sequence[torch.Tensor]) -> list[np.ndarray]:
