@@ -628,7 +628,7 @@ def test_every_argument_of_every_overload_is_looked_at(read, refused):
 NOT_IN_PROGRAMS = """
     to.prim_Device to.prim_dtype to.prim_other index.Tensor_hacked_twin index_put.hacked_twin numpy_T.a
     bmm.dtype mm.dtype copy.Dict_Tensor split.default tensor_split.tensor_indices_or_sections
-    arange.start embedding_bag.default lstm.data gru.data rnn_tanh.data rnn_relu.data
+    arange.start embedding_bag.default scatter.value_reduce lstm.data gru.data rnn_tanh.data rnn_relu.data
 """
 
 

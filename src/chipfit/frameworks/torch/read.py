@@ -305,6 +305,23 @@ def _take_along(c: TorchCall) -> Any:
     return c.emit("GatherElements", [c.value("self"), c.value("indices")], axis=dim % x.dim())
 
 
+@reads("scatter")
+def _scatter_one(c: TorchCall) -> Any:
+    """Read one element of each row that gets another value as a selection, as of `argmax` with `keepdim`."""
+    x, index = c.tensor("self"), c.tensor("index")
+    dim, same = c.static("dim") % max(x.dim(), 1), c.builder.same_size
+    require(c.args.get("reduce") is None and x.dim() > 0 and index.shape[dim] == 1 and isinstance(x.shape[dim], int))
+    require(all(k == dim or same(x.shape[k], index.shape[k]) for k in range(x.dim())))
+    if "src" in c.args:
+        require(all(map(same, c.tensor("src").shape, index.shape)))
+        new = c.value("src")
+    else:
+        new = c.builder.scalar(c.node.name, c.static("value"), c.result)
+    places = torch.arange(x.shape[dim], dtype=index.dtype).view([-1 if k == dim else 1 for k in range(x.dim())])
+    hit = c.step("Equal", [c.value("index"), c.builder.constant(f"{c.node.name}.places", places)])
+    return c.emit("Where", [hit, new, c.value("self")])
+
+
 @reads("cdist")
 def _distances(c: TorchCall) -> Any:
     """Read the lengths of all differences between two sets of vectors, [.., P, D] and [.., R, D]."""
