@@ -27,7 +27,7 @@ X = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(2))
 def result():
     def forward(m, x):
         x = torch.relu(m.conv(x)).mean((2, 3))
-        return {"y": m.b(torch.cumprod(m.a(x), 1))}  # cumprod has no canonical operator
+        return {"y": m.b(torch.special.i0e(m.a(x)))}  # i0e has no canonical operator
 
     torch.manual_seed(0)
     net = model_of(forward, conv=nn.Conv2d(2, 4, 3), a=nn.Linear(4, 4), b=nn.Linear(4, 4))

@@ -438,13 +438,6 @@ def test_every_canonical_operator_has_a_row_or_a_rule_or_a_reason_why_the_file_c
     assert not set(REFUSED) & (set(OPERATORS) | set(RULES))
 
 
-def test_a_layer_whose_weight_is_computed_is_refused(tmp_path):
-    drawn = model_of(lambda m, x, w: nn.functional.conv2d(x, w))
-    graph = capture(drawn, (torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)))
-    with pytest.raises(UnsupportedError, match="Conv2D 'conv2d': its weight is computed at run time"):
-        export_tflite(graph, None, tmp_path / "m.tflite")
-
-
 def apart(x):
     """How far each sample is from each other one, [N, N, 4]."""
     return x[:, None] - x[None]

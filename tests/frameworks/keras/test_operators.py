@@ -32,10 +32,10 @@ NOT_READ = {
     "AdaptiveAvgPool": "Keras's own stays opaque",
     "AdaptiveMaxPool": "Keras's own stays opaque",
     "ChannelShuffle": "Keras has no such layer; models reshape and transpose",
+    "GridSample": "Keras has no such layer",
 }
 #: operators that no graph of a Keras model holds, and no Keras model computes
-NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "ChannelShuffle"}
-NO_LOWERING |= {"SVDF"}
+NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "ChannelShuffle", "GridSample", "SVDF"}
 #: first expressions of each class that is read
 EXPRESSIONS = {" ".join(key): cases[0] for key, cases in CASES.items()}
 READ = set()  #: operators of their graphs

@@ -112,7 +112,7 @@ def test_an_absolute_path_into_the_folder_is_refused(tmp_path):
 
 def test_a_name_of_any_length_leaves_a_message_that_can_be_read(tmp_path):
     model = model_with(outside(location="w" * 1_000_000))
-    refused(model, tmp_path, r"w{20} \.\.\. \[1,000,0\d\d characters\] \.\.\. w{50}")
+    refused(model, tmp_path, r"w \.\.\. \[1,000,0\d\d characters\] \.\.\. w{50}")
     with pytest.raises(CaptureError) as caught:
         load_model(str(tmp_path / "net.onnx"))
     assert len(str(caught.value)) < 1000
