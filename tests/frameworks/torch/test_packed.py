@@ -102,6 +102,12 @@ def test_a_note_says_where_the_model_returns_fewer_steps():
     assert not capture(m, (randn(T, 2, F), lengths(T, 3))).notes
 
 
+def test_a_list_of_lengths_is_refused_with_advice():
+    m = model_of(lambda m, x, n: m.rnn(pack_padded_sequence(x, n.tolist()))[1][0], rnn=nn.LSTM(F, H))
+    with pytest.raises(CaptureError, match=r"pack_padded_sequence.*lengths\.cpu\(\)"):
+        capture(m, (randn(T, 2, F), lengths(T, 3)))
+
+
 def test_rows_of_a_packed_sequence_are_refused():
     m = model_of(lambda m, x, n: pack_padded_sequence(x, n, batch_first=True).data.relu(), rnn=nn.LSTM(F, H))
     with pytest.raises(CaptureError, match="pack_padded_sequence"):

@@ -261,3 +261,16 @@ IN_PARTS = {
 def test_functions_of_torch_are_read_as_the_operators_that_compute_them(name):
     function, x = IN_PARTS[name]
     assert OPAQUE not in {n.op for n in nodes(function, x)}
+
+
+WHOLE = {
+    "products along a long axis": (lambda x: torch.cumprod(x, 1), torch.rand(2, 600) + 0.5),
+    "extremes of conditions": (lambda x: torch.cummax(x > 0, 1)[0], POINTS),
+    "several shares": (lambda x: torch.quantile(x, torch.tensor([0.1, 0.9]), dim=1), POINTS),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_calls_with_arguments_for_which_there_are_no_parts_stay_whole(name):
+    function, x = WHOLE[name]
+    assert OPAQUE in {n.op for n in nodes(function, x)}

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.modules import rnn
+from torch.nn.utils import rnn as packing
 from torch.utils import _pytree as pytree
 
 from chipfit.engine.process import quiet
@@ -350,13 +353,15 @@ def export(
             program = _decomposed(torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False))
     except Exception as e:  # the user's code, traced by torch.export, may raise anything
         raise_bug(e)
-        if "DataDependent" in type(e).__name__ or "data-dependent" in str(e).lower():
+        hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
+        if {f.filename for f in traceback.extract_tb(e.__traceback__)} & {rnn.__file__, packing.__file__}:
+            hint = "pack by a tensor of lengths, such as lengths.cpu(), and give recurrent layers the packed sequence itself"
+        elif "DataDependent" in type(e).__name__ or "data-dependent" in str(e).lower():
             raise CaptureError(
                 "The model branches on the values of a tensor, which a fixed graph cannot hold",
                 where=users_line(e),
                 hint="replace the Python `if` by torch.where, or move it out of the model",
             ) from e
-        hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
         raise CaptureError(f"The model cannot be captured: {short_message(e)}", where=users_line(e), hint=hint) from e
     return replace(_program(program), batch=batch)
 

@@ -13,10 +13,13 @@ from chipfit.graph.einsum import as_product
 
 #: operators that are read after their decomposition
 DECOMPOSED = frozenset(package_data("chipfit.frameworks.torch", "aten.yaml")["decomposed"].split())
+_LONGEST = 512  #: axis along which running reductions are computed for each place by itself
 
 
 def decomposition_of(op: Any, default: Callable[..., Any] | None = None) -> Callable[..., Any] | None:
     """Return a function that computes an operator by simpler ones, or None if the operator is read as it is.
+
+    The function returns NotImplemented for arguments with which the operator is read as it is, too.
 
     Args:
         default: the decomposition of the tracer.
@@ -72,34 +75,46 @@ def _up_to(x: Tensor, dim: int, neutral: float) -> tuple[Tensor, Tensor]:
     return torch.where(kept, rows, neutral), kept
 
 
-def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    x = x if dtype is None else x.to(dtype)
-    return _up_to(x, dim, 1)[0].prod(-1).transpose(dim, -1) if x.dim() else x
+def _is_short(x: Tensor, dim: int) -> bool:
+    """Return whether an axis is short enough for as many copies of x as it has elements."""
+    return x.dim() > 0 and x.shape[dim] <= _LONGEST
 
 
-def _cummax(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the largest element up to each place, and the last place where it stands."""
-    least = torch.finfo(x.dtype).min if x.is_floating_point() else torch.iinfo(x.dtype).min
-    rows, kept = _up_to(x, dim, least)
-    largest = rows.amax(-1)
+def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    if not _is_short(x, dim):
+        return NotImplemented
+    return _up_to(x if dtype is None else x.to(dtype), dim, 1)[0].prod(-1).transpose(dim, -1)
+
+
+def _logcumsumexp(x: Tensor, dim: int) -> Any:
+    return _up_to(x, dim, -math.inf)[0].logsumexp(-1).transpose(dim, -1) if _is_short(x, dim) else NotImplemented
+
+
+def _cummax(x: Tensor, dim: int) -> Any:
+    return _extreme(x, dim, Tensor.amax, lambda limits: limits.min)
+
+
+def _cummin(x: Tensor, dim: int) -> Any:
+    return _extreme(x, dim, Tensor.amin, lambda limits: limits.max)
+
+
+def _extreme(x: Tensor, dim: int, reduce: Callable[..., Tensor], neutral: Callable[[Any], float]) -> Any:
+    """Return the extreme element up to each place, and the last place where it stands."""
+    if x.dtype is torch.bool or not _is_short(x, dim):
+        return NotImplemented
+    rows, kept = _up_to(x, dim, neutral((torch.finfo if x.is_floating_point() else torch.iinfo)(x.dtype)))
+    found = reduce(rows, -1)
     place = torch.arange(rows.shape[-1], device=x.device)
-    where = torch.where(kept & (rows == largest.unsqueeze(-1)), place, -1).amax(-1)
-    return largest.transpose(dim, -1), where.transpose(dim, -1)
-
-
-def _cummin(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    values, where = _cummax(-x, dim)
-    return -values, where
-
-
-def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    return _up_to(x, dim, -math.inf)[0].logsumexp(-1).transpose(dim, -1) if x.dim() else x
+    where = torch.where(kept & (rows == found.unsqueeze(-1)), place, -1).amax(-1)
+    return found.transpose(dim, -1), where.transpose(dim, -1)
 
 
 def _quantile(
-    x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
-) -> Tensor:
+    x: Tensor, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
+) -> Any:
     """Sort, and interpolate between the two elements around a share of all."""
+    if isinstance(q, Tensor) or not x.dim():
+        return NotImplemented
     axis, shape = 0 if dim is None else dim, [1] * x.dim()
     rows = (x.flatten() if dim is None else x).sort(axis)[0]
     place = q * (rows.shape[axis] - 1)

@@ -339,7 +339,9 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             args, kwargs = without_short_types((args, kwargs))
         if decomposed := decomposition_of(op):
             with torch._C.DisableTorchFunction(), self:
-                return decomposed(*args, **kwargs)
+                parts = decomposed(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
         given = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
         n = self.graph.create_node("call_function", op, given[0], given[1], op.overloadpacket.__name__.lower())
         n.meta |= {"nn_module_stack": {"": (self.path[-1], "")}, "torch_fn": self.function, "stack_trace": _line()}
