@@ -355,7 +355,7 @@ def export(
         raise_bug(e)
         hint = "rewrite this line with tensor operations, or quantize the part of the model around it"
         if {f.filename for f in traceback.extract_tb(e.__traceback__)} & {rnn.__file__, packing.__file__}:
-            hint = "pack by a tensor of lengths, such as lengths.cpu(), and give recurrent layers the packed sequence itself"
+            hint = "pack by a tensor of lengths, as lengths.cpu(), and give recurrent layers the packed sequence itself"
         elif "DataDependent" in type(e).__name__ or "data-dependent" in str(e).lower():
             raise CaptureError(
                 "The model branches on the values of a tensor, which a fixed graph cannot hold",
