@@ -63,7 +63,7 @@ def open_composites(
         few = len(computing) <= _FEW and not any(m.facts.weighted for m in (n, *parts))
         if (
             parts != [n]
-            and all(has_kernel(trial.graph, m) for m in parts)
+            and all(has_kernel(trial.graph, m) or not _sees_floats(trial.graph, m) for m in parts)
             and (few or not all(in_float(trial.graph, m) for m in computing))
         ):
             constants, nodes[-1:] = trial.constants, parts
@@ -74,6 +74,11 @@ def open_composites(
     out.nodes = nodes
     _drop_unread_parts(out, wholes)
     return (out if wholes else graph), wholes
+
+
+def _sees_floats(graph: Graph, n: Node) -> bool:
+    """Return whether a node reads or makes floats; integers and conditions need no kernel for quantized values."""
+    return any(graph.is_float(v) for v in (*n.inputs, *n.outputs) if v is not None)
 
 
 def _is_kernel(has_kernel: NodeTest, composite: Node, graph: Graph, n: Node) -> bool:
