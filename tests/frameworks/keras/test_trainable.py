@@ -32,7 +32,7 @@ from chipfit.trainable_infrastructure import (  # noqa: E402
     mark_quantizer,
     pytorch_inferable_quantizers,
 )
-from tests.build import keras_sequential  # noqa: E402
+from tests.build import keras_sequential, quantized  # noqa: E402
 from tests.mct.trainable.quantizers_of_a_user import activation, weights  # noqa: E402
 
 iq = keras_inferable_quantizers
@@ -181,6 +181,17 @@ def test_a_quantizer_in_the_wrong_place_is_refused_and_one_that_is_not_enabled_d
 def init(**options):
     given = {"target_platform_capabilities": "ort_cpu", **options}
     return chipfit.keras_quantization_aware_training_init_experimental(small(), lambda: iter([[X]]), **given)
+
+
+def test_a_quantizer_is_like_an_inferable_one_unless_it_trains():
+    result = quantized(small(), torch.from_numpy(X))
+    for model, trains in ((result.model, False), (result.trains(Training("lsq")).model, True)):
+        wrappers = [x for x in model.layers if isinstance(x, KerasQuantizationWrapper)]
+        (kernel, *_) = [w.weights_quantizers["kernel"] for w in wrappers]
+        holders = [x for x in model.layers if isinstance(x, KerasActivationQuantizationHolder)]
+        of_activations = holders[0].activation_holder_quantizer
+        assert isinstance(kernel, iq.WeightsSymmetricInferableQuantizer) != trains
+        assert isinstance(of_activations, iq.ActivationUniformInferableQuantizer) != trains
 
 
 def test_a_quantizer_of_a_user_trains_a_whole_model_and_is_exact_on_the_device(tmp_path):
