@@ -175,6 +175,8 @@ def _where_lost(d: Decision, reference: MeanReference, rounded: RoundedWeights) 
     helps = "train `result.model`, or let rounding follow the data: Settings(rounding='learned')"
     if most == "activations":
         helps = "take a platform with more bits for them" + f", '{d.platform.wider}'" * bool(d.platform.wider)
+        if not d.platform.wider and d.platform.float_unit:
+            helps = "keep those in float that `result.sensitivity(data)` lists first"
     said = ", ".join(f"{x:.1f} dB with {k} in float" for k, x in found.items())
     return f" ({said}); most is lost in {most}: {helps}"
 
