@@ -19,6 +19,8 @@ from chipfit.frameworks.onnx.fused import OPSET, definition
 from chipfit.frameworks.onnx.limits import check_attributes, check_results
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.read import read
+from chipfit.frameworks.onnx.sequences import READERS as SEQUENCES
+from chipfit.frameworks.onnx.sequences import read_sequence
 from chipfit.frameworks.onnx.tidy import tidy
 from chipfit.frameworks.onnx.unroll import CONTROL_FLOW, unrolled
 from chipfit.frameworks.reading import Unreadable
@@ -117,7 +119,7 @@ class Translator:
             for value, x in zip(node.outputs, found, strict=False):
                 if value.name and x is not None:
                     self.builder.env[value.name] = x
-                    if x.name and not self.inside:
+                    if not isinstance(x, list) and x.name and not self.inside:
                         self.names.setdefault(node.name or value.name, (value.name, x.name))
 
     def node(self, node: ir.Node) -> Sequence[Operand | None]:
@@ -129,9 +131,12 @@ class Translator:
         if missing:
             raise CaptureError(f"Nothing computes the input '{missing[0]}'", where=node.name or node.op_type)
         inputs = [None if v is None or not v.name else self.builder.env[v.name] for v in node.inputs]
+        sequences = any(isinstance(x, list) for x in inputs) or (kind in SEQUENCES and kind != "Identity")
+        if sequences and kind not in CONTROL_FLOW:
+            return read_sequence(OnnxCall(self.builder, node, self.opsets[domain_of(node)]))
         if kind in ("Shape", "Size"):
             return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
-        numbers = [x is None or bool(x.numbers and not x.name) for x in inputs]
+        numbers = [x is None or (not isinstance(x, list) and bool(x.numbers and not x.name)) for x in inputs]
         if kind == "Identity" and numbers == [True]:
             return inputs
         plain = node.op_type not in CONTROL_FLOW  # nodes inside control flow are checked one by one
@@ -235,6 +240,8 @@ class Translator:
         if name not in self.builder.env:
             raise CaptureError(f"Nothing computes the output '{name}'")
         x = self.builder.env[name]
+        if isinstance(x, list):
+            raise CaptureError(f"Output '{name}' is a sequence of tensors", hint="let the model return the tensors")
         if x.name:
             return x.name
         if x.constant is None:
