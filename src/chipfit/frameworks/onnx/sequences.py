@@ -3,7 +3,7 @@
 A graph holds the tensors themselves: a sequence is a list of operands while a model is read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from chipfit.errors import CaptureError
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.reading import Unreadable, present, require
 
+_MOST = 1_000  #: parts of a tensor
 _HINT = "export the model with the tensors themselves, of one size, in place of a list"
 
 
@@ -60,17 +61,17 @@ def _split(c: OnnxCall) -> list[Operand]:
     """Read parts of given sizes, of one size but the last, or of size 1, whose axis may be left out."""
     x = c.operand(0)
     axis, given = c.attr("axis") % x.rank, c.optional(1)
-    length, each = present(x.shape[axis]), 1
-    if given is not None and present(given.constant).ndim:
-        sizes = [int(s) for s in present(given.constant)]
-    else:
-        each = each if given is None else int(present(given.constant))
-        require(each > 0 and length <= _MOST * each)
-        sizes = [min(each, length - k) for k in range(0, length, each)]
+    each = np.array(1) if given is None else present(given.constant)
+    sizes = [int(s) for s in each] if each.ndim else _chunks(present(x.shape[axis]), int(each))
     parts = c.steps("Split", [x], [f"{c.name}_{k}" for k in range(len(sizes))], axis=axis, sizes=tuple(sizes))
     if given is not None or c.attr("keepdims"):
         return parts
     return [c.step("Squeeze", [p], axes=(axis,)) for p in parts]
+
+
+def _chunks(length: int, each: int) -> list[int]:
+    require(each > 0 and length <= _MOST * each)
+    return [min(each, length - k) for k in range(0, length, each)]
 
 
 def _concat(c: OnnxCall) -> Operand:
@@ -82,7 +83,11 @@ def _concat(c: OnnxCall) -> Operand:
     return c.emit("Concat", members, axis=axis % members[0].rank)
 
 
-_MOST = 1_000  #: parts of a tensor
+def makes_or_reads(kind: str, inputs: Sequence[Any]) -> bool:
+    """Return whether a node has to do with sequences, by its operator and its operands."""
+    return any(isinstance(x, list) for x in inputs) or (kind in READERS and kind != "Identity")
+
+
 #: operators that make or read sequences
 READERS: dict[str, Callable[[OnnxCall], Any]] = {
     "SequenceEmpty": lambda c: [],

@@ -19,8 +19,7 @@ from chipfit.frameworks.onnx.fused import OPSET, definition
 from chipfit.frameworks.onnx.limits import check_attributes, check_results
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.read import read
-from chipfit.frameworks.onnx.sequences import READERS as SEQUENCES
-from chipfit.frameworks.onnx.sequences import read_sequence
+from chipfit.frameworks.onnx.sequences import makes_or_reads, read_sequence
 from chipfit.frameworks.onnx.tidy import tidy
 from chipfit.frameworks.onnx.unroll import CONTROL_FLOW, unrolled
 from chipfit.frameworks.reading import Unreadable
@@ -131,8 +130,7 @@ class Translator:
         if missing:
             raise CaptureError(f"Nothing computes the input '{missing[0]}'", where=node.name or node.op_type)
         inputs = [None if v is None or not v.name else self.builder.env[v.name] for v in node.inputs]
-        sequences = any(isinstance(x, list) for x in inputs) or (kind in SEQUENCES and kind != "Identity")
-        if sequences and kind not in CONTROL_FLOW:
+        if kind not in CONTROL_FLOW and makes_or_reads(kind, inputs):
             return read_sequence(OnnxCall(self.builder, node, self.opsets[domain_of(node)]))
         if kind in ("Shape", "Size"):
             return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one

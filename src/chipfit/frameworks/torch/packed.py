@@ -9,6 +9,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -21,13 +22,6 @@ from chipfit.frameworks.torch.program import Unrecordable
 #: true in a thread that records a model
 _RECORDS: ContextVar[bool] = ContextVar("records", default=False)
 _LOCK, _IN_USE = threading.Lock(), [0]  #: number of threads that need the other code now
-
-_LIBRARY = torch.library.Library("chipfit", "DEF")
-for _kind, _states in {"lstm": "Tensor[]", "gru": "Tensor", "rnn_tanh": "Tensor", "rnn_relu": "Tensor"}.items():
-    _LIBRARY.define(
-        f"padded_{_kind}(Tensor input, Tensor lengths, {_states} hx, Tensor[] params, bool has_biases, "
-        f"int num_layers, bool bidirectional, bool batch_first=True) -> Tensor[]"
-    )
 
 
 def _run(kind: str, x: Tensor, lengths: Tensor, hx: Any, params: list[Tensor], *settings: Any) -> list[Tensor]:
@@ -42,8 +36,14 @@ def _run(kind: str, x: Tensor, lengths: Tensor, hx: Any, params: list[Tensor], *
     return [y[back], *(h[:, back] for h in last)]
 
 
-for _kind in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    _LIBRARY.impl(f"padded_{_kind}", lambda *args, _kind=_kind: _run(_kind, *args), "CompositeExplicitAutograd")
+_LIBRARY = torch.library.Library("chipfit", "DEF")
+for _kind, _states in {"lstm": "Tensor[]", "gru": "Tensor", "rnn_tanh": "Tensor", "rnn_relu": "Tensor"}.items():
+    _name = f"padded_{_kind}"
+    _LIBRARY.define(
+        f"{_name}(Tensor input, Tensor lengths, {_states} hx, Tensor[] params, bool has_biases, int num_layers, "
+        f"bool bidirectional, bool batch_first=True) -> Tensor[]"
+    )
+    _LIBRARY.impl(_name, partial(_run, _kind), "CompositeExplicitAutograd")
 
 
 class Padded(rnn.PackedSequence):
