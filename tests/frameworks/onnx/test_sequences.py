@@ -99,3 +99,11 @@ def test_a_sequence_is_no_output(tmp_path):
     onnx.save(onnx.parser.parse_model(text + "s = SequenceConstruct (x, x) }"), tmp_path / "m.onnx")
     with pytest.raises(CaptureError, match="Output 's' is a sequence of tensors"):
         capture(load_model(str(tmp_path / "m.onnx")), (randn(3, 6),))
+
+
+@pytest.mark.parametrize("kind", ["SplitToSequence", "ConcatFromSequence <axis = 1>", "SequenceAt", "Shape", "Relu"])
+def test_operators_with_operands_of_another_kind_are_refused(kind, tmp_path):
+    given = "(x)" if kind.startswith("Concat") else "(x, zero)" if kind == "SequenceAt" else "(s)"
+    path = model(f"s = SequenceConstruct (x, x)\ny = {kind} {given}", tmp_path)
+    with pytest.raises(CaptureError):
+        capture(load_model(str(path)), (randn(3, 6),))

@@ -130,18 +130,19 @@ class Translator:
         if missing:
             raise CaptureError(f"Nothing computes the input '{missing[0]}'", where=node.name or node.op_type)
         inputs = [None if v is None or not v.name else self.builder.env[v.name] for v in node.inputs]
-        if kind not in CONTROL_FLOW and makes_or_reads(kind, inputs):
-            return read_sequence(OnnxCall(self.builder, node, self.opsets[domain_of(node)]))
-        if kind in ("Shape", "Size"):
-            return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
-        numbers = [x is None or (not isinstance(x, list) and bool(x.numbers and not x.name)) for x in inputs]
-        if kind == "Identity" and numbers == [True]:
-            return inputs
-        plain = node.op_type not in CONTROL_FLOW  # nodes inside control flow are checked one by one
-        if _trains(node, inputs, self.opsets[domain_of(node)]):
-            what = f"warning: operator '{node.op_type}' of '{node.name or node.outputs[0].name}' is in training mode"
-            self.builder.graph.notes.append(f"{what}: export the model as it is used, in PyTorch after model.eval()")
         try:
+            if kind not in CONTROL_FLOW and makes_or_reads(kind, inputs):
+                return read_sequence(OnnxCall(self.builder, node, self.opsets[domain_of(node)]))
+            if kind in ("Shape", "Size"):
+                return [self.builder.constants(_sizes(node, inputs[0].metas))]  # type: ignore[union-attr]  # it has one
+            numbers = [x is None or (not isinstance(x, list) and bool(x.numbers and not x.name)) for x in inputs]
+            if kind == "Identity" and numbers == [True]:
+                return inputs
+            plain = node.op_type not in CONTROL_FLOW  # nodes inside control flow are checked one by one
+            if _trains(node, inputs, self.opsets[domain_of(node)]):
+                what = f"operator '{node.op_type}' of '{node.name or node.outputs[0].name}' is in training mode"
+                advice = "export the model as it is used, in PyTorch after model.eval()"
+                self.builder.graph.notes.append(f"warning: {what}: {advice}")
             check_attributes(node)
             if plain and (any(numbers) or not inputs):
                 self.check(node, inputs)
