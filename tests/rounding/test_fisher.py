@@ -1,5 +1,8 @@
 """Gradients at labels that a network draws itself, against derivatives on paper."""
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 
@@ -61,6 +64,23 @@ def test_gradients_are_of_what_is_wanted_and_finite_before_a_root_at_zero():
     slope = found[root] / 2
     assert torch.allclose(found[relu][[0, 2]], (slope * torch.tensor([[0.5], [0.0], [1 / 3]]))[[0, 2]], rtol=1e-5)
     assert float(found[relu][1]) == 0 and not any(v.requires_grad for v in values.values())
+
+
+def test_consumers_get_each_gradient_as_it_is_known_and_none_outlives_them():
+    graph = chipfit.capture(model_of(lambda m, x: (x.exp().sin() * 3).tanh()), (torch.rand(4, 2),))
+    names, batch = [n.output for n in graph.nodes], [torch.rand(4, 2)]
+    values, found = gradients(graph, batch, set(names), (), seeded())
+    seen, alive = {}, []
+
+    def take(name, x, g):
+        assert all(r() is None for r in alive)
+        seen[name] = x.clone(), g.clone()
+        alive[:] = weakref.ref(g), weakref.ref(x)
+
+    takers = {n: partial(take, n) for n in names}
+    left, slopes = gradients(graph, batch, names[:1], (), seeded(), consumers=takers)
+    assert list(seen) == names[::-1] and list(slopes) == names[:1] and set(left) == {names[0], names[-1]}
+    assert all(torch.equal(x, values[n]) and torch.equal(g, found[n]) for n, (x, g) in seen.items())
 
 
 def test_a_slope_without_end_counts_as_none_in_the_slopes_before_it():

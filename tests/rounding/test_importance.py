@@ -187,10 +187,12 @@ def given(monkeypatch, values, slopes):
     """Let gradients be these, of as many samples as there are in turn; returns what was asked for."""
     asked, at = [], [0]
 
-    def gradients(graph, batch, wanted, besides, random, there):
+    def gradients(graph, batch, wanted, besides, random, there, consumers):
         part = slice(at[0], at[0] + len(batch[0]))
         at[0] = part.stop
-        asked.append((set(wanted), set(besides)))
+        asked.append(({*wanted, *consumers}, set(besides)))
+        for name in slopes.keys() & consumers:
+            consumers[name](values[name][part], slopes[name][part])
         return {n: v[part] for n, v in values.items()}, {n: g[part] for n, g in slopes.items()}
 
     monkeypatch.setattr(fisher, "gradients", gradients)
@@ -267,6 +269,6 @@ def test_squares_of_slopes_are_counted_where_their_values_lie(edges, name, monke
 
 def test_labels_are_drawn_with_the_seed(monkeypatch):
     seen = []
-    monkeypatch.setattr(fisher, "gradients", lambda *a: seen.append(a[-2].initial_seed()) or ({}, {}))
+    monkeypatch.setattr(fisher, "gradients", lambda *a: seen.append(a[4].initial_seed()) or ({}, {}))
     importance(two_layers(), (), ["w"], {}, [[torch.zeros(3, 3, 2)]], seed=7)
     assert seen == [7]

@@ -6,8 +6,9 @@ the network's own outputs: from the softmax of class scores, and from normal dis
 the spread that weighs errors as `outputs.OutputErrors` does.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def gradients(
     besides: Collection[str],
     random: torch.Generator,
     there: Graph | None = None,
+    consumers: Mapping[str, Callable[[Tensor, Tensor], None]] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return values, and the gradients of the sampled loss with respect to them, on the device of the graph.
 
@@ -48,14 +50,25 @@ def gradients(
         besides: values without gradients.
         random: of the CPU.
         there: the graph as `placed` returns it, for many batches; None: it is placed for this one.
+        consumers: further values -> functions of the value and its gradient, called as soon as it is known. Neither
+            outlives the call, so that memory need not hold the gradients of all values at once.
     """
     there, batch = placed(graph) if there is None else there, inputs_on(graph.device, batch)
-    kept: dict[str, Tensor] = {}
+    kept, slopes, consumers = dict[str, Tensor](), dict[str, Tensor](), consumers or {}
+
+    def arrive(name: str, slope: Tensor) -> Tensor:
+        slope = finite(slope.detach())
+        value = kept[name] if name in wanted else kept.pop(name)
+        if name in wanted:
+            slopes[name] = slope
+        if name in consumers:
+            consumers[name](value.detach(), slope)
+        return slope  # for the gradients of values before it
 
     def watch(name: str, x: Any) -> Any:
-        if name in wanted and isinstance(x, Tensor) and x.is_floating_point():
+        if (name in wanted or name in consumers) and isinstance(x, Tensor) and x.is_floating_point():
             x = kept[name] = x.view_as(x) if x.requires_grad else x.detach().clone().requires_grad_()
-            x.register_hook(finite)  # for the gradients of values before it
+            x.register_hook(partial(arrive, name))
         return x
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -67,10 +80,11 @@ def gradients(
         env = run(there, inputs, hook=hook, weights=weights, keep=set(besides))
         parts = parts_of(graph, env, valid_tokens(graph, batch)).values()
         loss = sum((sampled_loss(y, random) for y in parts if y.requires_grad), torch.zeros(()))
-        found = torch.autograd.grad(loss, list(kept.values()), allow_unused=True) if loss.requires_grad else ()
-    values = {k: x.detach() for k, x in {**env, **kept}.items() if isinstance(x, Tensor)}
-    # `autograd.grad` returns gradients from before the hook
-    return values, {k: finite(g.detach()) for k, g in zip(kept, found, strict=False) if g is not None}
+        values = {k: x.detach() for k, x in env.items() if isinstance(x, Tensor)}
+        del env, parts
+        if loss.requires_grad:
+            torch.autograd.grad(loss, [x for x in kept.values() if x.is_leaf], allow_unused=True)
+    return values | {k: x.detach() for k, x in kept.items()}, slopes
 
 
 def finite(g: Tensor) -> Tensor:
@@ -156,18 +170,21 @@ def importance(
     there, random = placed(split), torch.Generator().manual_seed(seed)
     weights = {n.weight: torch.zeros_like(as_rows(n, there.weights[n.weight].detach().float())) for n in readers}
     counts = {n: torch.zeros(_BINS, device=graph.device) for n in spread}
-    wanted = {*codes.values(), *(n.output for n in readers)}
-    for batch in first_samples(batches) if wanted else ():
-        values, found = gradients(split, batch, wanted, {n.data for n in readers}, random, there)
+
+    def count(name: str, x: Tensor, slope: Tensor) -> None:
+        x, weight = x.flatten(), slope.flatten().square()
+        weight = (weight + _FLOOR * weight.mean()) * (x != 0)
+        begin, width = stats[name].low, (stats[name].high - stats[name].low) / _BINS
+        place = torch.sub(x, begin).div_(width).clamp_(0, _BINS - 1)
+        # `bincount` would wait for its greatest index on a device, and `histogram` takes 5 times as long
+        counts[name] += torch.zeros_like(counts[name]).index_add_(0, place.to(torch.int32), weight)
+
+    consumers = {codes[name]: partial(count, name) for name in spread}
+    made, read = {n.output for n in readers}, {n.data for n in readers}
+    for batch in first_samples(batches) if made or consumers else ():
+        values, found = gradients(split, batch, made, read, random, there, consumers)
         for n in (n for n in readers if n.output in found):
             weights[n.weight] += squared_gradients(n, values[n.data], found[n.output], there.weights[n.weight])
-        for name in (name for name in spread if codes[name] in found):
-            x, weight = values[codes[name]].flatten(), found[codes[name]].flatten().square()
-            weight = (weight + _FLOOR * weight.mean()) * (x != 0)
-            begin, width = stats[name].low, (stats[name].high - stats[name].low) / _BINS
-            place = torch.sub(x, begin).div_(width).clamp_(0, _BINS - 1)
-            # `bincount` would wait for its greatest index on a device, and `histogram` takes 5 times as long
-            counts[name] += torch.zeros_like(counts[name]).index_add_(0, place.to(torch.int32), weight)
     out: dict[str, Tensor | Sample] = {}
     weights, counts = (dict(zip(sums, on_cpu([*sums.values()]), strict=True)) for sums in (weights, counts))
     for n in (n for n in readers if bool(weights[n.weight].any())):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -108,18 +109,19 @@ def losses(
     grids = {name: _at_widths(d, plan[name], name, bits) for name, bits in widths.items() if name not in table}
     out: Losses = {name: dict.fromkeys(bits, 0.0) for name, bits in widths.items()}
     split, codes = split_float_readers(graph, plan.float_edges, grids)
-    wanted, inputs = {s.node.output for s in operators} | set(codes.values()), {s.node.data for s in operators}
+    wanted, inputs = {s.node.output for s in operators}, {s.node.data for s in operators}
     there, terms, count = placed(split), _Terms(out), 0
+
+    def weigh_rounding(name: str, x: Tensor, g: Tensor) -> None:
+        for b, stored in grids[name].items():
+            terms.add(name, b, (g * (stored.round(x) - x)).square().sum())
+
+    consumers = {codes[name]: partial(weigh_rounding, name) for name in grids}
     for batch in first_samples(batches):
         count += max(len(x) if x.dim() else 1 for x in batch)
-        values, found = gradients(split, batch, wanted, inputs, random, there)
+        values, found = gradients(split, batch, wanted, inputs, random, there, consumers)
         for s in (s for s in operators if s.node.output in found):
             s.add(values[s.node.data], values[s.node.output], found[s.node.output], random)
-        for name, choices in grids.items():
-            if codes[name] in found:
-                x, g = values[codes[name]], found[codes[name]]
-                for b, stored in choices.items():
-                    terms.add(name, b, (g * (stored.round(x) - x)).square().sum())
         terms.read()
     if not count:
         raise no_data()
