@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from chipfit.graph.ir import Node
+from chipfit.operators.formulas import compute as compute_formula
 from chipfit.operators.table import OPS
 
 CURVE = "Curve"
@@ -28,6 +29,22 @@ def text_of(steps: Sequence[Step]) -> str:
     '[["Abs", ["0"], {}], ["Add", ["1", 1.0], {}]]'
     """
     return json.dumps(steps)
+
+
+def text_of_formula(formula: str) -> str:
+    """Return the steps of a formula of x, see `operators.formulas`, as text.
+
+    >>> text_of_formula("abs(x) + 1.0")
+    '[["Abs", ["0"], {}], ["Add", ["1", 1.0], {}]]'
+    """
+    steps: list[Step] = []
+
+    def append(op: str, operands: Sequence[str | float], **attrs: Any) -> str:
+        steps.append(Step(op, tuple(operands), attrs))
+        return str(len(steps))
+
+    compute_formula(formula, append, x="0")
+    return text_of(steps)
 
 
 @cache

@@ -205,13 +205,3 @@ def _names_backend(file: Path) -> bool:
         return importlib.util.find_spec(json.loads(file.read_text(encoding="utf-8"))["backend"]) is not None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return False
-
-
-def load_torch(path: str) -> Any:
-    """Load the program of a `.pt2` file; see `load`."""
-    return load(path, "torch")
-
-
-def load_keras(path: str) -> Any:
-    """Load the model of a `.keras` file, on torch unless another backend is chosen; see `load`."""
-    return load(path, "keras")

@@ -1,12 +1,13 @@
 """Parts that all readers share: the exception of a call that they cannot read, conditions, and integers by axis."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from chipfit.engine.shapes import results_of
 from chipfit.errors import short_message
 from chipfit.graph.builder import Outputs
 from chipfit.graph.ir import Graph, Node
+from chipfit.operators.formulas import compute
 
 T = TypeVar("T")
 
@@ -56,6 +57,12 @@ def inferred(graph: Graph, op: str, inputs: Sequence[str | None], attrs: dict[st
         return results_of(graph, op, inputs, attrs)
     except (RuntimeError, LookupError) as e:
         raise Unreadable(short_message(e)) from e
+
+
+def steps_from_zero(step: Callable[..., T], ones: T, one: T) -> T:
+    """Append 0, 1, 2 ..., as many as there are ones, by `step(op, operands)`: the running sum of ones, minus one."""
+    result: T = compute("cumsum(ones, axis=0) - one", step, ones=ones, one=one)
+    return result
 
 
 def split_padding(

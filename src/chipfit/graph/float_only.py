@@ -87,7 +87,7 @@ def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
     """
     out: dict[str, str] = {}
     for n in graph.nodes:
-        if n.op not in ("Div", "Rsqrt", "Reciprocal", "Log") or n.composite:  # its statistics decide about a composite
+        if not n.facts.pole or n.composite:  # its statistics decide about a composite
             continue
         way, v = list[str](), n.inputs[-1] or ""
         while v in producers:

@@ -3,6 +3,7 @@
 A row stands in one of the YAML files beside this module. Its first fields are those of `OpDef`. Each further field is a
 cell of a column: what a framework, the engine or a file format has for the operator.
 
+    infix        the operator of Python in formulas, by its class in `ast`   `operators/formulas.py`
     torch        the ATen operators that become it                  `frameworks/torch/read.py`
     keras        the Keras layers and operations that become it     `frameworks/keras/read.py`
     kernel       the function of torch that computes it             `engine/kernels.py`
@@ -71,6 +72,7 @@ class OpDef:
     gate: str = ""  #: operator f if it is x f(x)
     extreme: bool = False  #: it finds the greatest or least number along axes, or its index: others have no influence
     recurrent: bool = False  #: a layer with states, over all steps of a sequence or one step
+    pole: bool = False  #: its result is infinite where its last operand is 0
     bounded: tuple[float, ...] = ()  #: bounds of its results where they are known and it does not only clip
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
     #: operators of which it is a special case, nearest first; a platform may list one of them instead
@@ -114,7 +116,7 @@ def _equals(value: Any, wanted: Any) -> bool:
     return all(_equals(v, wanted) for v in value) if isinstance(value, tuple) else bool(value == wanted)
 
 
-_COLUMNS = "torch keras kernel lowering onnx tflite decompose onnxruntime litert tflm layers".split()
+_COLUMNS = "infix torch keras kernel lowering onnx tflite decompose onnxruntime litert tflm layers".split()
 _FILES = "products recurrent activations norms arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 #: column -> operator -> what stands in that column of its row

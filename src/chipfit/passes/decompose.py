@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from chipfit.engine.curves import CURVE, Step, steps_of, text_of
+from chipfit.engine.curves import CURVE, steps_of, text_of_formula
 from chipfit.engine.shapes import Shape
 from chipfit.graph.edit import taken_names
 from chipfit.graph.folds import batch_norm_terms
@@ -103,34 +103,29 @@ def _plan_of_parts(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> P
 # ---------------------------------------------------------------- element by element
 
 
+#: log(1 + exp(x)) in a form that does not overflow
+_SOFTPLUS = "tail = log(exp(-abs(x)) + 1.0); soft = relu(x) + tail"
+
+
 def _softplus(new: NewNodes, n: Node) -> str:
     """Return log(1 + exp(beta x)) / beta, and x where beta x is above the threshold."""
     beta, threshold = n.attrs["beta"], n.attrs["threshold"]
-    x = new("Mul", n.data, beta)
-    soft = new("Mul", _log_one_plus_exp(new, x), 1.0 / beta)
-    if threshold >= LINEAR_SOFTPLUS:
-        return soft
-    above = new("Relu", new("Sign", new("Sub", x, threshold)))
-    return new("Add", new("Mul", above, n.data), new("Mul", new("Sub", 1.0, above), soft))
-
-
-def _log_one_plus_exp(new: NewNodes, x: str) -> str:
-    """Return max(x, 0) + log(1 + exp(-|x|)), which does not overflow."""
-    tail = new("Log", new("Add", new("Exp", new("Neg", new("Abs", x))), 1.0))
-    return new("Add", new("Relu", x), tail)
+    chosen = "above = relu(sign(x - threshold)); above * data + (1.0 - above) * soft"
+    formula = f"x = data * beta; {_SOFTPLUS}; soft = soft * inverse; "
+    formula += "soft" if threshold >= LINEAR_SOFTPLUS else chosen
+    return new.formula(formula, data=n.data, beta=beta, inverse=1.0 / beta, threshold=threshold)
 
 
 def _mish(new: NewNodes, n: Node) -> str:
-    held = "Softplus" in new.holds
-    soft = new("Softplus", n.data, beta=1.0, threshold=20.0) if held else _log_one_plus_exp(new, n.data)
-    return new("Mul", n.data, new("Tanh", soft))
+    soft = "soft = softplus(x, beta=1.0, threshold=20.0)" if "Softplus" in new.holds else _SOFTPLUS
+    return new.formula(f"{soft}; x * tanh(soft)", x=n.data)
 
 
 def _elu(new: NewNodes, n: Node, alpha: str = "", scale: str = "1") -> str:
     """Return scale (max(x, 0) + alpha (exp(min(x, 0)) - 1)); alpha is an attribute unless it is given."""
-    below = new("Sub", new("Exp", new("Min", n.data, 0.0)), 1.0)
-    below = new("Mul", below, float(alpha or n.attrs["alpha"]) * float(scale))
-    return new("Add", new("Mul", new("Relu", n.data), float(scale)), below)
+    below = float(alpha or n.attrs["alpha"]) * float(scale)
+    branches = "y = (exp(min(x, 0.0)) - 1.0) * below; relu(x) * scale + y"
+    return new.formula(branches, x=n.data, scale=float(scale), below=below)
 
 
 def _clamp(new: NewNodes, n: Node) -> str:
@@ -141,13 +136,10 @@ def _clamp(new: NewNodes, n: Node) -> str:
 
 
 def _gelu(new: NewNodes, n: Node) -> str:
-    x = n.data
-    if n.attrs["approximate"] == "tanh":
-        cube = new("Mul", new("Mul", x, x), x)
-        gate = new("Tanh", new("Mul", new("Add", x, new("Mul", cube, 0.044715)), math.sqrt(2 / math.pi)))
-    else:
-        gate = new("Erf", new("Div", x, math.sqrt(2)))
-    return new("Mul", new("Mul", x, new("Add", gate, 1.0)), 0.5)
+    tanh = "cube = x * x * x; gate = tanh((x + cube * 0.044715) * steepness)"
+    gate = tanh if n.attrs["approximate"] == "tanh" else "gate = erf(x / root)"
+    given = {"x": n.data, "steepness": math.sqrt(2 / math.pi), "root": math.sqrt(2)}
+    return new.formula(f"{gate}; x * (gate + 1.0) * 0.5", **given)
 
 
 def _erf(new: NewNodes, n: Node) -> str:
@@ -155,20 +147,18 @@ def _erf(new: NewNodes, n: Node) -> str:
 
     Source: Abramowitz and Stegun 1964, 7.1.26.
     """
-    size = new("Abs", n.data)
-    t = new("Div", 1.0, new("Add", new("Mul", size, 0.3275911), 1.0))
-    sum_ = new("Mul", t, 1.061405429)
+    powers = "t * 1.061405429"
     for a in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        sum_ = new("Mul", new("Add", sum_, a), t)
-    tail = new("Mul", sum_, new("Exp", new("Neg", new("Mul", size, size))))
-    return new("Mul", new("Sign", n.data), new("Sub", 1.0, tail))
+        powers = f"({powers} + {a}) * t"
+    tail = f"size = abs(x); t = 1.0 / (size * 0.3275911 + 1.0); tail = {powers} * exp(-(size * size))"
+    return new.formula(f"{tail}; sign(x) * (1.0 - tail)", x=n.data)
 
 
 def _divide(new: NewNodes, n: Node) -> str:
     """Return the product with the reciprocal of a constant; in integers of any divisor, by a table of reciprocals."""
     by = new.graph.weights.get(n.inputs[1] or "")
     if by is None and new.integers and CURVE in new.holds:
-        inverse = new(CURVE, n.inputs[1], steps=text_of([Step("Reciprocal", ("0",), {})]))
+        inverse = new(CURVE, n.inputs[1], steps=text_of_formula("reciprocal(x)"))
         return new("Mul", n.data, inverse, gives=new.shape(n.output))
     if n.data not in new.graph.values or by is None or not by.is_floating_point() or bool((by == 0).any()):
         new.refuse("its divisor is not a constant, or holds 0")
@@ -177,11 +167,12 @@ def _divide(new: NewNodes, n: Node) -> str:
 
 def _floor_divide(new: NewNodes, n: Node) -> str:
     new.require(new.graph.is_float(n.output), "its operands are integers, which files divide towards zero")
-    return new("Floor", new("Div", *n.inputs, gives=new.shape(n.output)))
+    return new.formula("floor(div(a, b, gives=shape))", a=n.inputs[0], b=n.inputs[1], shape=new.shape(n.output))
 
 
 def _reduce_l2(new: NewNodes, n: Node) -> str:
-    return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
+    length = "sqrt(sum(x * x, gives=shape, axes=axes, keepdims=keepdims))"
+    return new.formula(length, x=n.data, shape=new.shape(n.output), **n.attrs)
 
 
 def _l2_norm(new: NewNodes, n: Node) -> str:
@@ -486,8 +477,8 @@ _BY_NAME: dict[str, Rule] = {
     "gated": lambda new, n: new("Mul", n.data, new(n.facts.gate, n.data)),
     "hard_sigmoid": lambda new, n: new("Mul", new("Relu6", new("Add", n.data, 3.0)), 1.0 / 6.0),
     "reciprocal": lambda new, n: new("Div", 1.0, n.data),
-    "rsqrt": lambda new, n: new("Reciprocal", new("Sqrt", n.data)),
-    "not_equal": lambda new, n: new("LogicalNot", new("Equal", *n.inputs)),
+    "rsqrt": lambda new, n: new.formula("reciprocal(sqrt(x))", x=n.data),
+    "not_equal": lambda new, n: new.formula("not a == b", a=n.inputs[0], b=n.inputs[1]),
 } | by_name(
     *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _floor_divide, _adaptive, _split_groups),
     *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _resize, _space_to_depth),

@@ -55,8 +55,8 @@ def _pixels(new: NewNodes, n: Node, grid: str, axis: int, size: int, places: int
     if n.attrs["padding_mode"] == "border":
         place = new("Clamp", place, min=0.0, max=last)
     if n.attrs["mode"] == "nearest":
-        return [_inside(new, n, ROUNDINGS["half_even"](new, place), None, last)]
-    low = ROUNDINGS["floor"](new, place)
+        return [_inside(new, n, new.formula(ROUNDINGS["half_even"], x=place), None, last)]
+    low = new.formula(ROUNDINGS["floor"], x=place)
     share = new("Sub", place, low)
     return [
         _inside(new, n, low, new("Sub", 1.0, share), last),

@@ -8,6 +8,7 @@ import torch
 from chipfit.engine.shapes import Shape, broadcast
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node, Value
+from chipfit.operators.formulas import compute
 from chipfit.operators.table import OPS
 
 
@@ -44,6 +45,11 @@ class NewNodes:
         names = tuple(self.constant(torch.tensor(i), shared=shared) if isinstance(i, float) else i for i in inputs)
         shape = broadcast([self.shape(i) for i in names if i is not None]) if gives is None else gives
         return self._add(op, names, [shape], attrs)[0]
+
+    def formula(self, formula: str, **operands: Any) -> str:
+        """Add the nodes of a formula, see `operators.formulas`; return the name of its value."""
+        name: str = compute(formula, lambda op, x, **attrs: self(op, *x, **attrs), **operands)
+        return name
 
     def several(self, op: str, x: str, *, gives: Sequence[Shape], **attrs: Any) -> list[str]:
         """Add a node with one operand and several results, of these shapes; return their names."""

@@ -131,11 +131,11 @@ def lstm(new: NewNodes, n: Node) -> list[str]:
         gates = step if h is None else new("Add", step, layer.product(h))
         of = dict(zip(n.attrs["gates"], layer.split(gates, (1, 1, 1, 1)), strict=True))
         i, f, o = (new("Sigmoid", of[k]) for k in "ifo")
-        added = new("Mul", i, new("Tanh", of["g"]))
-        cell = added if c is None else new("Add", new("Mul", f, c), added)
+        added = new.formula("i * tanh(g)", i=i, g=of["g"])
+        cell = added if c is None else new.formula("f * c + added", f=f, c=c, added=added)
         if (clip := n.attrs["cell_clip"]) is not None:
             cell = new("Clamp", cell, min=-clip, max=clip)
-        h, c = layer.masked(t, new("Mul", o, new("Tanh", cell)), h), layer.masked(t, cell, c)
+        h, c = layer.masked(t, new.formula("o * tanh(c)", o=o, c=cell), h), layer.masked(t, cell, c)
         states.append(h)
     assert c is not None
     return [*layer.results(states), c]
@@ -168,23 +168,24 @@ class _Gru(_Layer):
         """Return the next state, given the products with the operand."""
         new, resets = self.new, self._reset_after if self.after else self._reset_before
         update, candidate = resets(h, x_gates, x_new)
-        if h is None:  # n + z (0 - n)
-            return new("Sub", candidate, new("Mul", update, candidate))
-        return new("Add", candidate, new("Mul", update, new("Sub", h, candidate)))
+        next_state = "n - z * n" if h is None else "n + z * (h - n)"  # n + z (0 - n) without a state
+        return new.formula(next_state, n=candidate, z=update, h=h)
 
     def _reset_after(self, h: str | None, x_gates: str, x_new: str) -> tuple[str, str]:
         """Return update gate and candidate of a layer that resets the product with the state."""
         h_parts = self.parts(self.rb) if h is None else self.split(self.product(h, bias=self.rb), (2, 1))
         reset, update = self._gates(x_gates, *h_parts[:1])
-        reset_parts = [self.new("Mul", reset, p) for p in h_parts[1:]]
-        return update, self.new("Tanh", self._sum(x_new, *reset_parts))
+        candidate = "tanh(x + reset * h)" if h_parts else "tanh(x)"
+        return update, self.new.formula(candidate, x=x_new, reset=reset, h=h_parts[-1] if h_parts else None)
 
     def _reset_before(self, h: str | None, x_gates: str, x_new: str) -> tuple[str, str]:
         """Return update gate and candidate of a layer that resets the state before the product."""
-        weights = () if h is None else self.parts(self.r)
-        reset, update = self._gates(x_gates, *(self.product(h, w) for w in weights[:1] if h))
-        products = [self.product(self.new("Mul", reset, h), w) for w in weights[1:] if h]
-        return update, self.new("Tanh", self._sum(x_new, *products))
+        if h is None:
+            return self._gates(x_gates)[1], self.new.formula("tanh(x)", x=x_new)
+        of_gates, of_candidate = self.parts(self.r)
+        reset, update = self._gates(x_gates, self.product(h, of_gates))
+        product = self.product(self.new("Mul", reset, h), of_candidate)
+        return update, self.new.formula("tanh(x + product)", x=x_new, product=product)
 
     def _gates(self, *addends: str) -> list[str]:
         """Return reset and update gate."""
@@ -210,10 +211,11 @@ class _Gru(_Layer):
 def rnn(new: NewNodes, n: Node) -> list[str]:
     """h' = tanh(x W + b + h R + rb), or the ReLU of it. Source: Elman 1990."""
     layer, states = _Layer(new, n), list[str]()
-    kind = {"tanh": "Tanh", "relu": "Relu"}[n.attrs["activation"]]
+    activation = f"{n.attrs['activation']}(x)"  # "tanh" or "relu"
     steps = layer.products(layer.joint_bias())
     h = layer.state("h", steps)
     for t, step in layer.numbered(steps):
-        h = layer.masked(t, new(kind, step if h is None else new("Add", step, layer.product(h))), h)
+        y = step if h is None else new("Add", step, layer.product(h))
+        h = layer.masked(t, new.formula(activation, x=y), h)
         states.append(h)
     return layer.results(states)

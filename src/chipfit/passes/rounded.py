@@ -13,6 +13,7 @@ import torch
 from chipfit.errors import UnsupportedError
 from chipfit.graph.edit import new_name
 from chipfit.graph.ir import DYNAMIC, Graph, Node
+from chipfit.operators.formulas import compute
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import share_quantizers
 from chipfit.quantizers.grids import shape_for
@@ -87,31 +88,19 @@ class _Arithmetic:
 Apply = Callable[..., Any]
 
 
-def _half_up(do: Apply, x: Any) -> Any:
-    """Return floor(x) + (x - floor(x) >= 1/2), which is exact: the difference is exact wherever it is below 1/2."""
-    low = do("Floor", x)
-    twice = do("Mul", do("Sub", x, low), 2.0)
-    return do("Add", low, do("Clamp", do("Floor", twice), min=0.0, max=1.0))
+#: exact: the difference from the integer below is exact wherever it is less than 1/2
+_HALF_UP = "low = floor(x); up = low + clamp(floor((x - low) * 2.0), min=0.0, max=1.0)"
+#: the greatest float below 1/2, see `quantizers.rounding`
+_BEFORE_HALF = 0.5 - torch.finfo(torch.float32).eps / 4
 
-
-def _half_away(do: Apply, x: Any) -> Any:
-    """Return sign(x) floor(|x| + h), where h is the float before 1/2; see `quantizers.rounding`."""
-    before_half = 0.5 - torch.finfo(torch.float32).eps / 4
-    return do("Mul", do("Floor", do("Add", _magnitude(do, x), before_half)), do("Sign", x))
-
-
-def _magnitude(do: Apply, x: Any) -> Any:
-    return do("Max", x, do("Mul", x, -1.0))
-
-
-#: rounding rule of `quantizers.rounding` -> the same in operators
-ROUNDINGS: dict[str, Callable[[Apply, Any], Any]] = {
-    "half_even": lambda do, x: do("Round", x),
-    "half_away": _half_away,
-    "half_up": _half_up,
-    "half_even_up": lambda do, x: do("Add", do("Round", do("Max", x, 0.0)), _half_up(do, do("Min", x, 0.0))),
-    "floor": lambda do, x: do("Floor", x),
-    "trunc": lambda do, x: do("Mul", do("Floor", _magnitude(do, x)), do("Sign", x)),
+#: rounding rule of `quantizers.rounding` -> its formula, see `operators.formulas`
+ROUNDINGS = {
+    "half_even": "round(x)",
+    "half_away": f"floor(max(x, x * -1.0) + {_BEFORE_HALF}) * sign(x)",
+    "half_up": f"{_HALF_UP}; up",
+    "half_even_up": f"above = round(max(x, 0.0)); x = min(x, 0.0); {_HALF_UP}; above + up",
+    "floor": "floor(x)",
+    "trunc": "floor(max(x, x * -1.0)) * sign(x)",
 }
 
 
@@ -133,7 +122,7 @@ def round_with(do: Apply, x: Any, value: str, stored: Stored, shaped: Callable[[
         raise UnsupportedError(what, got=f"a table of {grid.levels} numbers", allowed="integers", hint=hint)
     scale, zero = shaped(stored.scale), shaped(stored.zero_point.to(torch.float32))
     low, high, first = float(grid.qmin), float(grid.qmax), float(zero.reshape(-1)[0])
-    y = ROUNDINGS[grid.rounding](do, do("Div", x, scale))
+    y = compute(ROUNDINGS[grid.rounding], lambda op, x, **attrs: do(op, *x, **attrs), x=do("Div", x, scale))
     if bool((zero == first).all()):  # a clip does without adding the zero point
         return do("Mul", do("Clamp", y, min=low - first, max=high - first), scale)
     return do("Mul", do("Sub", do("Clamp", do("Add", y, zero), min=low, max=high), zero), scale)

@@ -1,4 +1,4 @@
-"""float32 functions of the C library, with which runtimes fill their tables: the last bit is the library's own."""
+"""float32 functions of the C library that runtimes use: the last bit of those in tables is the library's own."""
 
 import ctypes
 from collections.abc import Callable
@@ -17,6 +17,11 @@ def function_of(name: str) -> Callable[[float], float] | None:
     f.restype, f.argtypes = ctypes.c_float, [ctypes.c_float]
     found: Callable[[float], float] = f
     return found
+
+
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return a b + c in float32, rounded once (a fused multiply-add)."""
+    return (a.double() * b.double() + c.double()).float()
 
 
 def libm(name: str, x: torch.Tensor) -> torch.Tensor:

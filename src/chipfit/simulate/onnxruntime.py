@@ -25,7 +25,7 @@ from chipfit.simulate.integer import (
     kernel_of,
     pool_windows,
 )
-from chipfit.simulate.libm import libm
+from chipfit.simulate.libm import fma, libm
 from chipfit.simulate.requantize import requantize
 
 Tensor = torch.Tensor
@@ -83,11 +83,6 @@ def _dynamic(c: KernelCall) -> Tensor:
 _DYNAMIC = ("MatMul", *(op for op, row in OPS.items() if row.kind in ("conv", "linear")))
 
 
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the float32 fused multiply-add: one rounding."""
-    return (a.double() * b.double() + c.double()).float()
-
-
 def broadcasts_scalar(a: Tensor, b: Tensor) -> bool:
     """Return whether broadcasting pairs a single element of a with a row of b."""
     for x, y in zip(reversed(a.shape), reversed(b.shape), strict=False):
@@ -105,9 +100,9 @@ def _add(c: KernelCall) -> None:
     if broadcasts_scalar(c.code(a), c.code(b)):
         a, b = b, a
     ra, rb = c.multiplier(a), c.multiplier(b)
-    offset = c.zero(c.out).float() - _fma(ra, c.zero(a).float(), rb * c.zero(b).float())
+    offset = c.zero(c.out).float() - fma(ra, c.zero(a).float(), rb * c.zero(b).float())
     qa, qb = torch.broadcast_tensors(c.code(a).float(), c.code(b).float())
-    c.run.store(c.out, torch.round(_fma(qa, ra, _fma(qb, rb, offset))))
+    c.run.store(c.out, torch.round(fma(qa, ra, fma(qb, rb, offset))))
 
 
 def _mul(c: KernelCall) -> None:

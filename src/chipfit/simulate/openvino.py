@@ -18,17 +18,13 @@ from chipfit.operators.table import OPS
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
 from chipfit.simulate.integer import KernelCall, Profile, Simulation, accumulate, kernel_of, pool_windows
+from chipfit.simulate.libm import fma
 
 Tensor = torch.Tensor
 
 #: products of quantized data and quantized weights
 _PRODUCTS = [op for op, row in OPS.items() if row.kind in ("conv", "linear")]
 _MEANS = ("AvgPool", "GlobalAvgPool", "Mean")
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """Return the float32 fused multiply-add: one rounding."""
-    return (a.double() * b.double() + c.double()).float()
 
 
 # ---------------------------------------------------------------- quantizers
@@ -56,7 +52,7 @@ class Quantizer:
 
     def alone(self, x: Tensor) -> Tensor:
         """Quantize as a kernel of its own, or behind an element-wise one: rne(fma(x, m, shift))."""
-        return self._rounded(_fma(x, self.multiplier, self.shift))
+        return self._rounded(fma(x, self.multiplier, self.shift))
 
     def in_subgraph(self, x: Tensor) -> Tensor:
         """Quantize as element-wise kernels of tensors with a fixed batch size do: rne(x m - low m), each rounded."""
@@ -71,7 +67,7 @@ class Quantizer:
         m, shift = self.multiplier, self.shift
         if bool((m == m.flatten()[0]).all()) and bool((shift == shift.flatten()[0]).all()):
             m, shift = m.flatten()[0], shift.flatten()[0]
-            return self._rounded(y * (1 / (1 / m)) if bool(shift.abs() < self.steps * 1e-5) else _fma(y, m, shift))
+            return self._rounded(y * (1 / (1 / m)) if bool(shift.abs() < self.steps * 1e-5) else fma(y, m, shift))
         if bool(((shift - shift.flatten()[0]).abs() < 5e-5).all()):
             shift = shift.flatten()[0]
         return self._rounded(y * m + shift)
@@ -237,7 +233,7 @@ def _rescaled(c: KernelCall, name: str, other: str) -> Tensor:
         return (q - z) * m
     least, most = c.run.stored(name).grid.file_ends
     low, high = (least - z) * m, (most - z) * m
-    return _fma(q - least, (high - low) / torch.tensor(float(most - least)), low)
+    return fma(q - least, (high - low) / torch.tensor(float(most - least)), low)
 
 
 # ---------------------------------------------------------------- means

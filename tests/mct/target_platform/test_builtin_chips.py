@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from chipfit.errors import ModelingError
-from chipfit.mct.target_platform.layers import layer_table
+from chipfit.mct.target_platform.layers import layer_table, normalize_name
 from chipfit.mct.target_platform.targets import chip_descriptions
 from chipfit.platform.load import names
 from chipfit.target_platform import QuantizationMethod, get_target_platform_capabilities
@@ -43,7 +43,7 @@ def test_every_operator_set_has_layers_in_both_frameworks(name):
         tpc = get_target_platform_capabilities(framework, name)
         assert all(tpc.get_layers_by_opset_name(o.name) for o in tpc.tp_model.operator_set), framework
     rows = (rows.split() for part in tables(name) for rows in part.get("layers", {}).values())
-    assert {row for words in rows for row in words} <= set(layer_table()["layers"])
+    assert {normalize_name(row) for words in rows for row in words} <= set(layer_table()["layers"])
 
 
 def test_the_default_is_imx500_and_differs_from_platform_files():

@@ -255,7 +255,7 @@ def _prelu(w: OnnxBuilder, n: Node, x: Names) -> str:
     rank = len(w.shape(n))
     of_channels = rank > 1 and len(w.graph.shape(n.weight)) < 2
     slope = x[1] if not of_channels else w.op("Reshape", [x[1], w.const(_ints(-1, *[1] * (rank - 2)))])
-    return w.op("PRelu", [x[0], slope])
+    return w.op(n.op, [x[0], slope])
 
 
 def _softmax(w: OnnxBuilder, n: Node, x: Names) -> list[str] | str:
@@ -341,7 +341,7 @@ def _expand(w: OnnxBuilder, n: Node, x: Names) -> str:
 
 def _mod(w: OnnxBuilder, n: Node, x: Names) -> str:
     """Write the remainder with the sign of the divisor; ONNX has that of floats with the sign of the dividend only."""
-    rest, zero = w.op("Mod", x, fmod=1), w.const(np.zeros((), w.graph.values[n.output].dtype))
+    rest, zero = w.op(n.op, x, fmod=1), w.const(np.zeros((), w.graph.values[n.output].dtype))
     differ = w.op("Xor", [w.op("Less", [rest, zero]), w.op("Less", [x[1], zero])])
     wraps = w.op("And", [differ, w.op("Not", [w.op("Equal", [rest, zero])])])
     return w.op("Where", [wraps, w.op("Add", [rest, x[1]]), rest])

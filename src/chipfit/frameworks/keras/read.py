@@ -521,10 +521,9 @@ def _relu_from(r: KerasCall, x: Value, slope: float, high: float | None, thresho
     return r.emit("Sub", [y, r.emit("Mul", [below, r.operand(slope)], part="slope")])
 
 
-@reads("PReLU")
-def _prelu(r: KerasCall, x: Value) -> Value:
+def _prelu(r: KerasCall, x: Value, *, op: str) -> Value:
     of_channels = all(d == 1 for d in r.op.alpha.shape[:-1])
-    return r.emit("PRelu", [x, r.weight(r.op.alpha, SLOPES, shape=(-1,) if of_channels else None)])
+    return r.emit(op, [x, r.weight(r.op.alpha, SLOPES, shape=(-1,) if of_channels else None)])
 
 
 @reads("Activation")
@@ -796,5 +795,5 @@ def _embedding(r: KerasCall, x: Value) -> Value:
 
 
 #: functions of a call, its arguments and its canonical operator that cells name
-_READERS_OF = by_name(_comparison, _any, _join, _space_to_depth, _layer_norm, _rms_norm, _arg_max)
+_READERS_OF = by_name(_prelu, _comparison, _any, _join, _space_to_depth, _layer_norm, _rms_norm, _arg_max)
 read_column("keras", _enter_cell, READERS, UNTRACEABLE)

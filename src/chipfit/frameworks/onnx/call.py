@@ -20,9 +20,10 @@ from chipfit.errors import CaptureError, ChipfitError, raised_outside_chipfit, s
 from chipfit.frameworks.onnx.limits import check_shape
 from chipfit.frameworks.onnx.model import OnnxModel, domain_of
 from chipfit.frameworks.onnx.runtime import OnnxFunction, as_tensor
-from chipfit.frameworks.reading import Unreadable, present, require
+from chipfit.frameworks.reading import Unreadable, present, require, steps_from_zero
 from chipfit.graph.builder import GraphBuilder, Origin
 from chipfit.graph.ir import OPAQUE, Graph, Node, Ref
+from chipfit.operators.formulas import compute
 from chipfit.operators.table import OPS
 
 _META = torch.device("meta")
@@ -315,8 +316,7 @@ class OnnxCall:
         one = self.new_weight(torch.ones(1, dtype=x.dtype), "one")
         size = self.size(tuple(len(n) for n in x.numbers))
         ones = self._append("Expand", [one, size], {"shape": (None,)}, [x.metas], f"{self.name}_ones")[0]
-        summed = self._append("CumSum", [ones], {"axis": 0}, [x.metas], f"{self.name}_sums")[0]
-        return self._append("Sub", [summed, one], {}, [x.metas], f"{self.name}_range")[0]
+        return steps_from_zero(self.step, ones, one)
 
     # ---- results
 
@@ -338,6 +338,11 @@ class OnnxCall:
     def emit(self, op: str, inputs: Sequence[Operand | None], **attrs: Any) -> Operand:
         """Append the final node, which is called like the result."""
         return self.step(op, inputs, self.name, **attrs)
+
+    def formula(self, formula: str, **operands: Any) -> Operand:
+        """Append the operators of a formula, see `operators.formulas`; the last is the final node."""
+        result: Operand = compute(formula, self.step, self.emit, **operands)
+        return result
 
     def step(self, op: str, inputs: Sequence[Operand | None], wanted: str = "", **attrs: Any) -> Operand:
         """Append a node of one result."""

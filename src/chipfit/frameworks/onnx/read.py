@@ -456,9 +456,8 @@ def _hard_sigmoid(c: OnnxCall, op: str) -> Any:
     alpha, beta = c.attr("alpha"), c.attr("beta")
     if _close(alpha, 1 / 6) and beta == 0.5:
         return c.emit(op, [c.operand(0)])
-    y = c.step("Mul", [c.operand(0), _number(c, alpha, "alpha")])
-    y = c.step("Add", [y, _number(c, beta, "beta")])
-    return c.emit("Clamp", [y], min=0.0, max=1.0)
+    given = {"x": c.operand(0), "alpha": _number(c, alpha, "alpha"), "beta": _number(c, beta, "beta")}
+    return c.formula("clamp(x * alpha + beta, min=0.0, max=1.0)", **given)
 
 
 def _gelu(c: OnnxCall, op: str) -> Any:
@@ -490,18 +489,17 @@ def _variadic(c: OnnxCall) -> Any:
 
 
 def _mod(c: OnnxCall, op: str) -> Any:
-    """Read a remainder; with fmod it has the sign of the dividend: sign(a) (|a| mod |b|)."""
+    """Read a remainder; with fmod it has the sign of the dividend."""
     a, b = c.operand(0), c.operand(1)
     require(a.dtype is b.dtype)
     if not c.attr("fmod"):
         return c.emit(op, [a, b])
-    rest = c.step(op, [c.step("Abs", [a], f"{c.name}_dividend"), c.step("Abs", [b], f"{c.name}_divisor")])
-    return c.emit("Mul", [rest, c.step("Sign", [a])])
+    return c.formula(f"{op.lower()}(abs(a), abs(b)) * sign(a)", a=a, b=b)
 
 
 @reads("Xor")
 def _xor(c: OnnxCall) -> Any:
-    return c.emit("LogicalNot", [c.step("Equal", [c.operand(0), c.operand(1)])])
+    return c.formula("not a == b", a=c.operand(0), b=c.operand(1))
 
 
 def _arithmetic(c: OnnxCall, op: str) -> Any:
@@ -513,6 +511,11 @@ def _arithmetic(c: OnnxCall, op: str) -> Any:
 
 
 # ---------------------------------------------------------------- reductions
+
+
+#: formulas of reductions that are several operators
+_REDUCTIONS = {"ReduceL1": "sum(abs(x), {})", "ReduceSumSquare": "sum(x * x, {})"}
+_REDUCTIONS |= {"ReduceLogSum": "log(sum(x, {}))", "ReduceLogSumExp": "log(sum(exp(x), {}))"}
 
 
 def _reduce(c: OnnxCall, op: str) -> Any:
@@ -527,12 +530,9 @@ def _reduce(c: OnnxCall, op: str) -> Any:
         return c.emit("GlobalAvgPool", [x])  # which exporters write so, and runtimes compute in integers
     if op == "Mean" and x.rank == 4 and sorted(axes) == [2, 3]:
         return _reshape_to(c, c.step("GlobalAvgPool", [x]), [m.shape[:2] for m in x.metas])
-    if kind in ("ReduceLogSum", "ReduceLogSumExp"):
-        x = c.step("Exp", [x]) if kind == "ReduceLogSumExp" else x
-        return c.emit(op, [c.step("Sum", [x], axes=axes, keepdims=keepdims)])
-    if kind in ("ReduceSumSquare", "ReduceL1"):
-        x = c.step("Mul", [x, x]) if kind == "ReduceSumSquare" else c.step("Abs", [x])
-    return c.emit(op, [x], axes=axes, keepdims=keepdims)
+    if kind not in _REDUCTIONS:
+        return c.emit(op, [x], axes=axes, keepdims=keepdims)
+    return c.formula(_REDUCTIONS[kind].format("axes=axes, keepdims=keep"), x=x, axes=axes, keep=keepdims)
 
 
 # ---------------------------------------------------------------- moving data

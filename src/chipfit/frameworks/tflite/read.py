@@ -27,13 +27,10 @@ reads = enters(READERS)
 OPERATORS: dict[str, str] = {}
 #: operators of the schema whose operands and results are those of the canonical operator, which has no attributes
 PLAIN: dict[str, None] = {}
-#: activations of the schema, by number
-_FUSED: dict[int, tuple[str, dict[str, Any]]] = {
-    1: ("Relu", {}),
-    2: ("Clamp", {"min": -1.0, "max": 1.0}),
-    3: ("Relu6", {}),
-    4: ("Tanh", {}),
-}
+#: operators of the schema that another one can apply to its result, by number
+_FUSED = {1: "RELU", 2: "RELU_N1_TO_1", 3: "RELU6", 4: "TANH"}
+#: operators of the schema that clip -> bounds
+_CLIPS: dict[str, dict[str, Any]] = {"RELU_N1_TO_1": {"min": -1.0, "max": 1.0}, "RELU_0_TO_1": {"min": 0.0, "max": 1.0}}
 _SAME = 0
 
 
@@ -316,7 +313,8 @@ class Call:
         if not self.fused:
             return result
         require(self.fused in _FUSED, f"its activation has the number {self.fused}")
-        op, attrs = _FUSED[self.fused]
+        kind = _FUSED[self.fused]
+        op, attrs = ("Clamp", _CLIPS[kind]) if kind in _CLIPS else (OPERATORS[kind], {})
         return self.part(op, [result], result.shape, called=f"{self.name}/{op.lower()}", **attrs)
 
     def axis(self, name: str = "axis", rank: int | None = None) -> int:
@@ -473,7 +471,7 @@ def _prelu(c: Call) -> Value:
 
 @reads("RELU_N1_TO_1 RELU_0_TO_1")
 def _clamp(c: Call) -> Value:
-    return c.emit("Clamp", [c.value(0)], min=-1.0 if c.op.kind == "RELU_N1_TO_1" else 0.0, max=1.0)
+    return c.emit("Clamp", [c.value(0)], **_CLIPS[c.op.kind])
 
 
 @reads("SOFTMAX LOG_SOFTMAX L2_NORMALIZATION")

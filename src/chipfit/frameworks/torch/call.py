@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from chipfit.frameworks.reading import Unreadable, inferred, present, require
+from chipfit.frameworks.reading import Unreadable, inferred, present, require, steps_from_zero
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, origin
 from chipfit.graph.builder import GraphBuilder, Outputs
 from chipfit.graph.config import module_settings
 from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import OPAQUE, Graph, Ref
+from chipfit.operators.formulas import compute
 
 #: arguments that do not change the result in inference
 NEUTRAL_ARGUMENTS = (
@@ -231,7 +232,7 @@ class TorchCall:
         """Return 0, 1, 2 ... below an open size, as the running sum of ones minus one."""
         one = self.builder.constant(f"{self.node.name}.one", torch.ones(1, dtype=torch.int64))
         ones = self.step("Expand", [one, self.size(self.args[key])], shape=(None,))
-        return self.step("Sub", [self.step("CumSum", [ones], axis=0), one])
+        return steps_from_zero(self.step, ones, one)
 
     def tensor(self, key: str) -> SymbolicTensor:
         """Return shape and type of an argument."""
@@ -282,6 +283,10 @@ class TorchCall:
     def emit_all(self, op: str, **attrs: Any) -> tuple[str, ...]:
         """Append the final node of one operand, with every result."""
         return tuple(self.builder.append(self.node, op, [self.value("self")], attrs, list(self.result)))
+
+    def formula(self, formula: str, **values: Any) -> Any:
+        """Append the operators of a formula, see `operators.formulas`; the last is the final node."""
+        return compute(formula, self.step, self.emit, self.constant, **values)
 
     def step(self, op: str, inputs: Sequence[str | None], **attrs: Any) -> str:
         """Append a node before the final one; return its first result."""

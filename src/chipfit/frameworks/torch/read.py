@@ -16,6 +16,7 @@ from chipfit.files import package_data
 from chipfit.frameworks.reading import Unreadable, per_axis, present, require, split_padding
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
+from chipfit.operators.formulas import compute
 from chipfit.operators.table import OPS, attribute_words, by_name, enters, read_column, reader_of
 
 Reader = Callable[[TorchCall], Any]
@@ -204,55 +205,45 @@ def _bounded(c: TorchCall) -> Any:
 @reads("lerp")
 def _lerp(c: TorchCall) -> Any:
     """Read lerp(a, b, w) as a + w (b - a)."""
-    start = c.value("self")
-    gap = c.step("Sub", [c.value("end"), start])
-    return c.emit("Add", [start, c.step("Mul", [gap, c.number_or_value("weight")])])
+    start, end = c.value("self"), c.value("end")
+    return c.formula("a + (b - a) * w", a=start, b=end, w=c.number_or_value("weight"))
 
 
 @reads("log1p expm1")
 def _near_zero(c: TorchCall) -> Any:
     """Read functions that PyTorch has for small results by the operators that they stand for."""
-    x = c.cast_to_result("self")
-    if c.name == "log1p":
-        return c.emit("Log", [c.step("Add", [x, c.constant(1.0)])])
-    return c.emit("Sub", [c.step("Exp", [x]), c.constant(1.0)])
+    return c.formula("log(x + 1)" if c.name == "log1p" else "exp(x) - 1", x=c.cast_to_result("self"))
+
+
+_TOWARDS_ZERO = "floor(abs(x)) * sign(x)"  #: x without its fraction
 
 
 @reads("trunc fix frac")
 def _truncated(c: TorchCall) -> Any:
     """Read x without its fraction, or the fraction."""
-    x = c.value("self")
-    whole = _towards_zero(c, x)
-    return c.emit("Sub", [x, c.step("Mul", whole)]) if c.name == "frac" else c.emit("Mul", whole)
-
-
-def _towards_zero(c: TorchCall, x: str) -> list[str]:
-    """Return the factors floor(|x|) and sign(x) of x without its fraction."""
     require(c.result.dtype.is_floating_point)
-    return [c.step("Floor", [c.step("Abs", [x])]), c.step("Sign", [x])]
+    return c.formula(f"x - {_TOWARDS_ZERO}" if c.name == "frac" else _TOWARDS_ZERO, x=c.value("self"))
 
 
 @reads("floor_divide")
 def _floor_divide(c: TorchCall) -> Any:
     """Read a quotient of floats that is rounded down, or towards zero."""
-    operands = [c.number_or_value("self"), c.number_or_value("other")]
-    if c.static("rounding_mode") == "trunc":
-        return c.emit("Mul", _towards_zero(c, c.step("Div", operands)))
+    a, b = c.number_or_value("self"), c.number_or_value("other")
+    truncates = c.static("rounding_mode") == "trunc"
     require(c.result.dtype.is_floating_point)
-    return c.emit("FloorDiv", operands)
+    return c.formula(f"x = a / b; {_TOWARDS_ZERO}" if truncates else "floordiv(a, b)", a=a, b=b)
 
 
 def _remainder(c: TorchCall, op: str) -> Any:
-    """Read a remainder with the sign of the dividend: sign(a) (|a| mod |b|)."""
+    """Read a remainder with the sign of the dividend."""
     a, b = c.number_or_value("self"), c.number_or_value("other")
-    return c.emit("Mul", [c.step(op, [c.step("Abs", [a]), c.step("Abs", [b])]), c.step("Sign", [a])])
+    return c.formula(f"{op.lower()}(abs(a), abs(b)) * sign(a)", a=a, b=b)
 
 
 @reads("hypot")
 def _hypotenuse(c: TorchCall) -> Any:
     """Read a hypotenuse as the root of the sum of two squares."""
-    squares = [c.step("Mul", [c.value(k)] * 2) for k in ("self", "other")]
-    return c.emit("Sqrt", [c.step("Add", squares)])
+    return c.formula("sqrt(a * a + b * b)", a=c.value("self"), b=c.value("other"))
 
 
 @reads("masked_fill")
@@ -280,9 +271,8 @@ def _nan_to_num(c: TorchCall) -> Any:
     low, high = (end if v is None else v for v, end in ((c.static("neginf"), -most), (c.static("posinf"), most)))
     if (low, high) == (-most, most):
         return c.emit("Clamp", [x], min=-most, max=most)
-    x = c.step("Where", [c.step("Less", [x, c.constant(-most)]), c.constant(low), x])
-    above = c.step("Greater", [x, c.constant(most)])
-    return c.emit("Where", [above, c.constant(high), x])
+    ends = "x = where(x < least, low, x); where(x > most, high, x)"
+    return c.formula(ends, x=x, least=-most, most=most, low=low, high=high)
 
 
 @reads("logit")
@@ -292,7 +282,7 @@ def _logit(c: TorchCall) -> Any:
     require(eps is None or eps <= 0.5)  # above it the bounds would change places
     if eps is not None and eps >= 0:  # PyTorch ignores negative ones
         x = c.step("Clamp", [x], min=float(eps), max=1.0 - float(eps))
-    return c.emit("Log", [c.step("Div", [x, c.step("Sub", [c.constant(1.0), x])])])
+    return c.formula("log(x / (1 - x))", x=x)
 
 
 @reads("take_along_dim")
@@ -336,8 +326,7 @@ def _celu(c: TorchCall, op: str) -> Any:
     x, alpha = c.value("self"), float(c.static("alpha"))
     if alpha == 1:
         return c.emit(op, [x], alpha=1.0)
-    shrunk = c.step("Mul", [x, c.builder.scalar(c.node.name, 1 / alpha, c.result)])
-    return c.emit("Mul", [c.step(op, [shrunk], alpha=1.0), c.builder.scalar(c.node.name, alpha, c.result)])
+    return c.formula(f"{op.lower()}(x * shrink, alpha=1.0) * alpha", x=x, shrink=1 / alpha, alpha=alpha)
 
 
 def _random_slope(c: TorchCall, op: str) -> Any:
@@ -346,20 +335,20 @@ def _random_slope(c: TorchCall, op: str) -> Any:
     return c.emit(op, [c.value("self")], negative_slope=(c.static("lower") + c.static("upper")) / 2)
 
 
-#: attributes of log(1 + exp(x))
-_PLAIN_SOFTPLUS = {"beta": 1.0, "threshold": 20.0}
+def _plain_softplus(op: str, x: str) -> str:
+    """Return the formula of log(1 + exp(x))."""
+    return f"{op.lower()}({x}, beta=1.0, threshold=20.0)"
 
 
 def _log_sigmoid(c: TorchCall, op: str) -> Any:
     """Read log(sigmoid(x)) as -softplus(-x)."""
-    return c.emit("Neg", [c.step(op, [c.step("Neg", [c.cast_to_result("self")])], **_PLAIN_SOFTPLUS)])
+    return c.formula(f"-{_plain_softplus(op, '-x')}", x=c.cast_to_result("self"))
 
 
 def _log_add_exp(c: TorchCall, op: str) -> Any:
     """Read log(exp(a) + exp(b)) as max(a, b) + softplus(-|a - b|)."""
     a, b = c.cast_to_result("self"), c.cast_to_result("other")
-    gap = c.step("Neg", [c.step("Abs", [c.step("Sub", [a, b])])])
-    return c.emit("Add", [c.step("Max", [a, b]), c.step(op, [gap], **_PLAIN_SOFTPLUS)])
+    return c.formula(f"gap = -abs(a - b); max(a, b) + {_plain_softplus(op, 'gap')}", a=a, b=b)
 
 
 # ---------------------------------------------------------------- pooling and reduction
@@ -397,7 +386,7 @@ def _any(c: TorchCall, op: str) -> Any:
     axes = tuple(range(x.dim())) if dim is None else tuple(a % x.dim() for a in per_axis(c.static("dim"), 1))
     ones = c.step("Cast", [c.value("self")], dtype="float32")
     most = c.step(op, [ones], axes=axes, keepdims=bool(c.args.get("keepdim")))
-    return c.emit("Greater", [most, c.builder.scalar(c.node.name, 0.5, c.result.to(torch.float32))])
+    return c.formula("most > half", most=most, half=c.builder.scalar(c.node.name, 0.5, c.result.to(torch.float32)))
 
 
 _BAGS = ("Sum", "Mean", "ReduceMax")  #: by the number of `mode`
@@ -417,37 +406,34 @@ def _embedding_bag(c: TorchCall) -> Any:
     return c.emit(_BAGS[c.static("mode")], [rows], axes=(1,), keepdims=False)
 
 
-_NORMS = {1: "Sum", 2: "ReduceL2", math.inf: "ReduceMax"}
+#: formulas of vector norms by their order
+_NORMS = {1: "sum(abs(x), {})", 2: "reducel2(x, {})", math.inf: "reducemax(abs(x), {})"}
 
 
 @reads("linalg_vector_norm")
 def _vector_norm(c: TorchCall) -> Any:
     require(c.static("ord") in _NORMS and c.static("dtype") is None)
-    x, op = c.value("self"), _NORMS[c.static("ord")]
-    x = x if op == "ReduceL2" else c.step("Abs", [x])
-    return c.emit(op, [x], axes=_axes(c), keepdims=bool(c.static("keepdim")))
+    norm = _NORMS[c.static("ord")].format("axes=axes, keepdims=keep")
+    return c.formula(norm, x=c.value("self"), axes=_axes(c), keep=bool(c.static("keepdim")))
 
 
 @reads("cosine_similarity")
 def _cosine_similarity(c: TorchCall) -> Any:
     """Read the sum of products of two operands, each divided by its length."""
-    unit, rank = list[str](), c.result.dim() + 1
-    axis = c.static("dim") % rank
-    for key in ("x1", "x2"):
-        require(c.tensor(key).dim() == rank)
-        length = c.step("ReduceL2", [c.value(key)], axes=(axis,), keepdims=True)
-        length = c.step("Clamp", [length], min=float(c.static("eps")), max=None)
-        unit.append(c.step("Div", [c.value(key), length]))
-    return c.emit("Sum", [c.step("Mul", unit)], axes=(axis,), keepdims=False)
+    rank = c.result.dim() + 1
+    require(all(c.tensor(k).dim() == rank for k in ("x1", "x2")))
+    unit = "({0} / clamp(reducel2({0}, axes=axes, keepdims=True), min=eps, max=None))"
+    cosine = f"sum({unit.format('a')} * {unit.format('b')}, axes=axes, keepdims=False)"
+    axes = (c.static("dim") % rank,)
+    return c.formula(cosine, a=c.value("x1"), b=c.value("x2"), axes=axes, eps=float(c.static("eps")))
 
 
 @reads("pairwise_distance")
 def _pairwise_distance(c: TorchCall) -> Any:
     require(c.static("p") == 2)
-    away = c.step("Sub", [c.value("x1"), c.value("x2")])
-    away = c.step("Add", [away, c.constant(c.static("eps"))])
-    last = max(c.tensor(k).dim() for k in ("x1", "x2")) - 1
-    return c.emit("ReduceL2", [away], axes=(last,), keepdims=bool(c.static("keepdim")))
+    a, b, last = c.value("x1"), c.value("x2"), max(c.tensor(k).dim() for k in ("x1", "x2")) - 1
+    given = {"eps": c.static("eps"), "axes": (last,), "keep": bool(c.static("keepdim"))}
+    return c.formula("reducel2(a - b + eps, axes=axes, keepdims=keep)", a=a, b=b, **given)
 
 
 def _axes(c: TorchCall) -> tuple[int, ...]:
@@ -464,32 +450,26 @@ def _spread(c: TorchCall) -> Any:
     correction = 1 if correction is None else float(correction)
     x, sizes = c.value("self"), [c.tensor("self").shape[a] for a in axes]
     require(not correction or all(isinstance(s, int) for s in sizes))
-    gap = c.step("Sub", [x, c.step("Mean", [x], axes=axes, keepdims=True)])
-    like, y = (c.result[0] if mean else c.result), c.step("Mul", [gap, gap])
-    steps: list[tuple[str, list[str], dict[str, Any]]] = [("Mean", [], {"axes": axes, "keepdims": keep})]
+    given, like = {"x": x, "axes": axes, "keep": keep}, c.result[0] if mean else c.result
+    spread = "mean(gap * gap, axes=axes, keepdims=keep)"
     if correction:
         count = math.prod(sizes)
         require(count > correction)
-        steps.append(("Mul", [c.builder.scalar(c.node.name, count / (count - correction), like)], {}))
-    steps += [("Sqrt", [], {})] if deviation == "std" else []
-    *first, (op, others, attrs) = steps
-    for step, more, how in first:
-        y = c.step(step, [y, *more], **how)
+        given["factor"] = c.builder.scalar(c.node.name, count / (count - correction), like)
+        spread = f"{spread} * factor"
+    spread = f"gap = x - mean(x, axes=axes, keepdims=True); {f'sqrt({spread})' if deviation == 'std' else spread}"
     if not mean:
-        return c.emit(op, [y, *others], **attrs)
-    return c.step(op, [y, *others], **attrs), c.step("Mean", [x], axes=axes, keepdims=keep)
+        return c.formula(spread, **given)
+    return compute(spread, c.step, **given), c.step("Mean", [x], axes=axes, keepdims=keep)
 
 
 @reads("logsumexp")
 def _log_sum_exp(c: TorchCall) -> Any:
-    """Read log(sum(exp(x))) as m + log(sum(exp(x - m))), m being the maximum."""
-    axes, x = _axes(c), c.cast_to_result("self")
-    top = c.step("ReduceMax", [x], axes=axes, keepdims=True)
-    powers = c.step("Exp", [c.step("Sub", [x, top])])
-    logs = c.step("Log", [c.step("Sum", [powers], axes=axes, keepdims=True)])
-    if c.static("keepdim"):
-        return c.emit("Add", [logs, top])
-    return c.emit("Squeeze", [c.step("Add", [logs, top])], axes=axes)
+    """Read the logarithm of a sum of exponentials, which the greatest of them bounds."""
+    top = "top = reducemax(x, axes=axes, keepdims=True)"
+    logs = "log(sum(exp(x - top), axes=axes, keepdims=True)) + top"
+    logs = logs if c.static("keepdim") else f"squeeze({logs}, axes=axes)"
+    return c.formula(f"{top}; {logs}", x=c.cast_to_result("self"), axes=_axes(c))
 
 
 def _instance_norm(c: TorchCall, op: str) -> Any:
@@ -566,7 +546,7 @@ def _bitwise(c: TorchCall) -> Any:
 @reads("isnan")
 def _is_nan(c: TorchCall) -> Any:
     """Read NaN as what does not equal itself."""
-    return c.emit("LogicalNot", [c.step("Equal", [c.value("self")] * 2)])
+    return c.formula("not x == x", x=c.value("self"))
 
 
 # ---------------------------------------------------------------- moving data
@@ -772,9 +752,8 @@ def _index(c: TorchCall) -> Any:
 
 def _non_negative(c: TorchCall, index: str, like: SymbolicTensor, size: int) -> str:
     """Return indices in which those below 0, which count from the end, have become positive."""
-    less = c.step("Less", [index, c.builder.scalar(c.node.name, 0, like)])
-    raised = c.step("Add", [index, c.builder.scalar(c.node.name, size, like)])
-    return c.step("Where", [less, raised, index])
+    zero, size_of_axis = (c.builder.scalar(c.node.name, k, like) for k in (0, size))
+    return c.step("Where", [c.step("Less", [index, zero]), c.step("Add", [index, size_of_axis]), index])
 
 
 def _one_per_sample(c: TorchCall, index: str, like: SymbolicTensor) -> Any:

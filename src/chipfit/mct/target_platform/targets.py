@@ -10,7 +10,7 @@ import yaml
 
 from chipfit.errors import ModelingError, RuntimeUnavailable, UnknownNameError, import_optional
 from chipfit.mct.target_platform import capabilities, configs, model
-from chipfit.mct.target_platform.layers import layer_table
+from chipfit.mct.target_platform.layers import layer_table, normalize_name
 from chipfit.operators.table import GROUPS, OPS
 from chipfit.platform import load as platforms
 from chipfit.platform.filters import Member
@@ -121,7 +121,9 @@ def _with_layers(data: dict[str, Any], version: str, package: str) -> capabiliti
     attributes = {k: capabilities.DefaultDict({}, name) for k, name in known["weights"][package].items()}
     with capabilities.TargetPlatformCapabilities(made, made.name, version) as tpc:
         for name in (o.name for o in made.operator_set if isinstance(o, model.OperatorsSet)):
-            rows = [known["layers"].get(row, {}) for row in chip.get("layers", {}).get(name, name).split()]
+            rows = [
+                known["layers"].get(normalize_name(row), {}) for row in chip.get("layers", {}).get(name, name).split()
+            ]
             words = " ".join(row.get(package, "") for row in rows).split()
             if words:
                 capabilities.OperationsSetToLayers(name, [_layer(word, package) for word in words], attributes)
