@@ -153,28 +153,39 @@ def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_sto
     if config.qparams is not None:
         model = calibrated_copy(config, network, sets)
         model, out.curves = train(model, config, sets, worker, home / "runs" / config.key, log, should_stop)
-        last, out.top1 = out.curves.top1[-1] if out.curves.top1 else (0, top1(model, tests, worker))
-        assert config.lr_scheduler is not None  # for mypy: a configuration that trains has it
-        if last < (whole := config.lr_scheduler.kwargs.max_iter):
-            out.stopped = last
-            out.notes = [*out.notes, f"stopped early, at step {last} of {whole}"]
-        layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
-        out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
+        _record_training(out, config, model, lambda: top1(model, tests, worker))
     if worker.is_leader:  # one process does the rest
-        tests, worker = Reader(sets.test, config.data, config.seed), WorkerProcess(device=worker.device)
-        if config.ptq is not None:
-            images, out.curves.unreadable = _calibration_images(config, sets)
-            data_of = [in_layout_of(x, framework_of(network)) for x in images]
-            result = chipfit.quantize(network, data_of, **config.ptq.options, seed=config.seed, progress=False)
-            out.top1, out.size = top1(predictor(result.model), tests, worker), _weight_bytes(result)
-            out.notes = [*out.notes, *result.plan.rewrites]
-            out.deployed = list(run_on_device(result, tests))
+        tests = Reader(sets.test, config.data, config.seed)
+        if config.qparams is None:
+            _quantize(out, config, network, sets, tests, WorkerProcess(device=worker.device))
         else:
             out.deployed = list(_deploy_trained(config, model.cpu(), sets, tests))
     log(f"quantized: top-1 {out.top1:.2f} %")
     lost["training"] = out.curves.unreadable
     out.notes += [f"{count} {half} images could not be read" for half, count in lost.items() if count]
     return out
+
+
+def _record_training(out: Outcome, config: Config, model: nn.Module, accuracy: Callable[[], float]) -> None:
+    """Record accuracy and size of a trained model, and whether training stopped early."""
+    assert config.lr_scheduler is not None  # for mypy: a configuration that trains has it
+    last, out.top1 = out.curves.top1[-1] if out.curves.top1 else (0, accuracy())
+    if last < (whole := config.lr_scheduler.kwargs.max_iter):
+        out.stopped = last
+        out.notes = [*out.notes, f"stopped early, at step {last} of {whole}"]
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, FoldedBatchNorm)]
+    out.size = sum(m.layer.weight.numel() * m.weight_quantizer.bitwidth // 8 for m in layers)
+
+
+def _quantize(out: Outcome, config: Config, network: Any, sets: Sets, tests: Reader, worker: WorkerProcess) -> None:
+    """Quantize a network without training; record accuracy, size and what the device computes."""
+    assert config.ptq is not None  # for mypy
+    images, out.curves.unreadable = _calibration_images(config, sets)
+    data_of = [in_layout_of(x, framework_of(network)) for x in images]
+    result = chipfit.quantize(network, data_of, **config.ptq.options, seed=config.seed, progress=False)
+    out.top1, out.size = top1(predictor(result.model), tests, worker), _weight_bytes(result)
+    out.notes = [*out.notes, *result.plan.rewrites]
+    out.deployed = list(run_on_device(result, tests))
 
 
 def _processor(device: torch.device) -> str:

@@ -74,47 +74,57 @@ def sweep(
     Raises:
         ConfigError: a device does not exist here, or Ray cannot choose it.
     """
-    store = Store(home / "runs.sqlite")
-    done = store.done(c.key for c in experiments.values())
-    left = {name: 1 + retries for name, c in experiments.items() if c.key not in done}
-    for name in experiments.keys() - left.keys():
-        report(name, "done before")
-    failed: list[str] = []
-    wanted = {name: _gpus(experiments[name].device, gpus, ray) for name in left}
+    queue = _Queue(experiments, Store(home / "runs.sqlite"), 1 + retries, report)
+    wanted = {name: _gpus(experiments[name].device, gpus, ray) for name in queue.waiting}
     with _executor(workers, ray, cpus, max(wanted.values(), default=0), memory) as start:
         running: dict[Future[tuple[int, str]], str] = {}
-        queue = list(left)
-        while queue or running:
-            while queue and (ray is not None or len(running) < workers):
-                name = queue.pop(0)
-                if store.done([experiments[name].key]):
-                    report(name, "done elsewhere")
-                    continue
-                report(name, "runs")
-                config = str((matrix.parent / name / "config.yaml").resolve())
-                given = (config, str(home.resolve()), stop_early, experiments[name].device)
-                running[start(wanted[name], *given)] = name
+        while queue.waiting or running:
+            while queue.waiting and (ray is not None or len(running) < workers):
+                if (name := queue.next()) is not None:
+                    config = str((matrix.parent / name / "config.yaml").resolve())
+                    given = (config, str(home.resolve()), stop_early, experiments[name].device)
+                    running[start(wanted[name], *given)] = name
             for ended in wait(running, return_when=FIRST_COMPLETED).done:
-                name = running.pop(ended)
                 error = ended.exception()
-                status, text = (1, str(error)) if error is not None else ended.result()
-                if status == BUSY:
-                    report(name, "another process is at it")
-                    time.sleep(RETRY_PAUSE)
-                    queue.append(name)
-                    continue
-                left[name] -= 1
-                c = experiments[name]
-                if status == 0 or store.done([c.key]):  # a process may be killed after it stored its outcome
-                    report(name, "done")
-                elif left[name]:
-                    report(name, "failed: tries again")
-                    queue.append(name)
-                else:
-                    store.put(c.key, c.name, c.study, None, text)
-                    report(name, "failed")
-                    failed.append(name)
-    return failed
+                queue.record_end(running.pop(ended), *((1, str(error)) if error is not None else ended.result()))
+    return queue.failed
+
+
+class _Queue:
+    """The experiments of a sweep that have no outcome yet, in the order in which they run."""
+
+    def __init__(self, experiments: Mapping[str, Config], store: Store, tries: int, report: Report) -> None:
+        self.experiments, self.store, self.report = experiments, store, report
+        done = store.done(c.key for c in experiments.values())
+        self.tries = {name: tries for name, c in experiments.items() if c.key not in done}  #: number of tries left
+        for name in experiments.keys() - self.tries.keys():
+            report(name, "done before")
+        self.waiting, self.failed = [*self.tries], list[str]()
+
+    def next(self) -> str | None:
+        """Take the first experiment that waits; return None if it has got its outcome on another machine."""
+        name = self.waiting.pop(0)
+        done = self.store.done([self.experiments[name].key])
+        self.report(name, "done elsewhere" if done else "runs")
+        return None if done else name
+
+    def record_end(self, name: str, status: int, text: str) -> None:
+        """Record that the process of an experiment ended; without an outcome it waits again, or has failed."""
+        if status == BUSY:
+            self.report(name, "another process is at it")
+            time.sleep(RETRY_PAUSE)
+            return self.waiting.append(name)
+        self.tries[name] -= 1
+        c = self.experiments[name]
+        if status == 0 or self.store.done([c.key]):  # a process may be killed after it stored its outcome
+            self.report(name, "done")
+        elif self.tries[name]:
+            self.report(name, "failed: tries again")
+            self.waiting.append(name)
+        else:
+            self.store.put(c.key, c.name, c.study, None, text)
+            self.report(name, "failed")
+            self.failed.append(name)
 
 
 def _gpus(device: str, given: float | None, ray: str | None) -> float:

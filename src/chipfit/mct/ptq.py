@@ -221,21 +221,14 @@ def quantize_model(
     say_without_effect([option for part in parts for option in without_effect(part)], stacklevel=4)
     if config.debug_config.bypass:
         return model, UserInformation()
-    searched = limits.to_limits() if limits is not None else None
-    overwrite = config.mixed_precision_config.configuration_overwrite
-    if overwrite is not None and searched is None:
-        hint = "pass target_resource_utilization, which starts a search of widths"
-        raise ConfigError("'configuration_overwrite' requires a search", hint=hint)
-    options = config.quantization_config.to_rules() | {"settings": config.quantization_config.to_settings(**steps)}
-    of_layers = known_ranges() if fw_info is None else fw_info.overrides()
-    overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
+    options, overwrite = _options(config, limits, fw_info, steps), config.mixed_precision_config.configuration_overwrite
     model = replace_layers(model, config.debug_config.network_editor)
     first = first_batch_of(generator)  # a list of inputs without a label
     generator, example = _without_more_items(generator, first, expected_inputs(model))
     platform = get_target_platform_capabilities(_framework(model)) if platform is None else platform
     if config.quantization_config.custom_tpc_opset_to_layer:
         platform = _with_layers(platform, config.quantization_config.custom_tpc_opset_to_layer)
-    options |= {"overrides": overrides, "example": example, "limits": searched}
+    options["example"] = example
     rules, scale = config.debug_config.network_editor, 1.0
     if config.quantization_config.input_scaling:
         model, generator, options, scale = _with_scaled_inputs(model, generator, platform, config, options)
@@ -253,6 +246,20 @@ def quantize_model(
     log_result(what, result)
     model = attach_result(result, model, config.debug_config.simulate_scheduler)
     return model, UserInformation(result, scale, gptq_info_dict=dict(steps))
+
+
+def _options(
+    config: CoreConfig, limits: Any, fw_info: FrameworkInfo | None, steps: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of `chipfit.quantize` that stand for a configuration."""
+    searched, quantization = limits.to_limits() if limits is not None else None, config.quantization_config
+    if config.mixed_precision_config.configuration_overwrite is not None and searched is None:
+        hint = "pass target_resource_utilization, which starts a search of widths"
+        raise ConfigError("'configuration_overwrite' requires a search", hint=hint)
+    of_layers = known_ranges() if fw_info is None else fw_info.overrides()
+    overrides = [*of_layers, *config.bit_width_config.choices, *to_overrides(config.debug_config.network_editor)]
+    settings = quantization.to_settings(**steps)
+    return {**quantization.to_rules(), "settings": settings, "overrides": overrides, "limits": searched}
 
 
 def attach_result(result: Result, float_model: Any = None, schedule: bool = False) -> Any:

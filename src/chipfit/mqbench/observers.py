@@ -90,13 +90,7 @@ class ObserverBase(nn.Module):
         **own: Any,
     ) -> None:
         super().__init__()
-        owner, above = type(self).__name__, type(self).__mro__[: type(self).__mro__.index(ObserverBase)]
-        kinds = {n: t for c in above for n, t in inspect.get_annotations(c, eval_str=bool(own)).items()}
-        for name, value in own.items():
-            if name not in kinds:
-                known = {*kinds, *inspect.signature(ObserverBase).parameters} - {"own"}
-                raise UnknownNameError(f"option of observer {owner}", name, known)
-            setattr(self, name, check_value(kinds[name], value, ConfigError, owner, name))
+        self._set_own_options(own)
         bitwidth = (quant_max - quant_min).bit_length() if bitwidth is None else bitwidth
         per, _, kind = str(qscheme).removeprefix("torch.per_").partition("_")
         faults = (
@@ -109,7 +103,7 @@ class ObserverBase(nn.Module):
         )
         for wrong, option, got, allowed in faults:
             if wrong:
-                raise ConfigError(f"'{option}' of {owner} is invalid", got=got, allowed=allowed)
+                raise ConfigError(f"'{option}' of {type(self).__name__} is invalid", got=got, allowed=allowed)
         self.quant_min, self.quant_max, self.qscheme, self.ch_axis = quant_min, quant_max, qscheme, ch_axis
         self.ada_sign, self.pot_scale, self.bitwidth, self.sticky_sign = ada_sign, pot_scale, bitwidth, sticky_sign
         self.over, self.ema_ratio = over or self.over, ema_ratio
@@ -118,6 +112,16 @@ class ObserverBase(nn.Module):
         self.batches = 0  #: number of batches observed
         self.nonzero = False  #: a batch had another number than 0
         self.statistics = torch.empty(0)  #: [K, C]; row 0 holds minima, row 1 maxima
+
+    def _set_own_options(self, options: Mapping[str, Any]) -> None:
+        """Set the options that the classes below this one declare by annotations."""
+        owner, above = type(self).__name__, type(self).__mro__[: type(self).__mro__.index(ObserverBase)]
+        kinds = {n: t for c in above for n, t in inspect.get_annotations(c, eval_str=bool(options)).items()}
+        for name, value in options.items():
+            if name not in kinds:
+                known = {*kinds, *inspect.signature(ObserverBase).parameters} - {"own"}
+                raise UnknownNameError(f"option of observer {owner}", name, known)
+            setattr(self, name, check_value(kinds[name], value, ConfigError, owner, name))
 
     # ---- observation
 

@@ -58,10 +58,7 @@ def _pixels(new: NewNodes, n: Node, grid: str, axis: int, size: int, places: int
         return [_inside(new, n, new.formula(ROUNDINGS["half_even"], x=place), None, last)]
     low = new.formula(ROUNDINGS["floor"], x=place)
     share = new("Sub", place, low)
-    return [
-        _inside(new, n, low, new("Sub", 1.0, share), last),
-        _inside(new, n, new("Add", low, 1.0), share, last),
-    ]
+    return [_inside(new, n, low, new("Sub", 1.0, share), last), _inside(new, n, new("Add", low, 1.0), share, last)]
 
 
 def _inside(new: NewNodes, n: Node, index: str, share: str | None, last: float) -> _Pixel:

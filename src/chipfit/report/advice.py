@@ -1,7 +1,7 @@
 """Advice on the next step, and trials of overrides on calibration samples before they are advised."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from chipfit.decide.overrides import MOVES_FLOATS
@@ -20,48 +20,61 @@ GAIN_DB = 1.0  #: an override is advised if it improves the model's outputs by t
 
 def advice(report: ReportData) -> list[str]:
     """Return one sentence for each thing that is worth doing, most urgent first; never empty."""
-    out = []
-    v, first = report.verification, report.first_departure
-    if report.verdict == "departs" and v is not None and first is not None:
-        layer = first["layer"] or first["tensor"]
-        out.append(
-            f"{v['runtime']} departs from the simulation, first at '{first['tensor']}' ({first['op']} '{layer}'): try "
-            f"another version of the runtime, or keep the layer in float with overrides={{'{layer}': 'float'}}."
-        )
-    if not report.simulated:
-        out.append(
-            f"Test on the device: the arithmetic of '{report.platform}' is not simulated, so exactness is not claimed."
-        )
-    elif v is None:
-        out.append(
-            "Prove it: result.verify(data) runs the exported file beside the simulation and compares every integer."
-        )
-    lost = v["accuracy"]["float"] - v["accuracy"]["device"] if v and {"float", "device"} <= set(v["accuracy"]) else 0.0
-    if lost > LOST:
-        out.append(
-            f"The device loses {100 * lost:.1f} points of accuracy: train result.model like a model of its framework, "
-            "then export result.trained()."
-        )
+    out = [*_on_proof(report), *_on_accuracy(report)]
     if report.unexplained and report.merit is not None:
         out.append(_on_repairs(report))
-    weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
-    if weak:
-        worst, name = weak[0]
-        more = f", and {len(weak) - 1} more are below {WEAK_DB:g} dB" if len(weak) > 1 else ""
-        out.append(f"Weakest result: '{name}' with {worst:.1f} dB{more}.")
-    out += report.tried
-    if report.floats:
-        causes = {why: names for why, names in report.floats.items() if why != MOVES_FLOATS} or report.floats
-        reason, layers = max(causes.items(), key=lambda item: len(item[1]))
-        out.append(
-            f"{sum(map(len, report.floats.values()))} of {len(report.layers)} operators stay in float. The most "
-            f"frequent cause ({len(layers)}): {reason}. `chipfit platforms show {report.platform}` lists what runs in "
-            "integers."
-        )
+    out += [*_on_weakest_result(report), *report.tried, *_on_float_operators(report)]
     return out or [
         "Nothing to repair: deploy the file, or try fewer bits where the chip has them, with "
         "overrides={'<layer>': {'bits': 4}} or --bits '<layer>=4'."
     ]
+
+
+def _on_proof(report: ReportData) -> Iterator[str]:
+    """Yield what to do until the device is known to compute what the simulation computes."""
+    v, first = report.verification, report.first_departure
+    if report.verdict == "departs" and v is not None and first is not None:
+        layer = first["layer"] or first["tensor"]
+        yield (
+            f"{v['runtime']} departs from the simulation, first at '{first['tensor']}' ({first['op']} '{layer}'): try "
+            f"another version of the runtime, or keep the layer in float with overrides={{'{layer}': 'float'}}."
+        )
+    if not report.simulated:
+        yield f"Test on the device: the arithmetic of '{report.platform}' is not simulated, and exactness not claimed."
+    elif v is None:
+        yield "Prove it: result.verify(data) runs the exported file beside the simulation and compares every integer."
+
+
+def _on_accuracy(report: ReportData) -> Iterator[str]:
+    """Yield what to do about accuracy that the device loses."""
+    v = report.verification
+    lost = v["accuracy"]["float"] - v["accuracy"]["device"] if v and {"float", "device"} <= set(v["accuracy"]) else 0.0
+    if lost > LOST:
+        yield (
+            f"The device loses {100 * lost:.1f} points of accuracy: train result.model like a model of its framework, "
+            "then export result.trained()."
+        )
+
+
+def _on_weakest_result(report: ReportData) -> Iterator[str]:
+    """Yield the layer whose result has the most noise, if it is much."""
+    weak = sorted((r.sqnr_db, r.name) for r in report.layers if r.sqnr_db is not None and r.sqnr_db < WEAK_DB)
+    if weak:
+        worst, name = weak[0]
+        more = f", and {len(weak) - 1} more are below {WEAK_DB:g} dB" if len(weak) > 1 else ""
+        yield f"Weakest result: '{name}' with {worst:.1f} dB{more}."
+
+
+def _on_float_operators(report: ReportData) -> Iterator[str]:
+    """Yield the most frequent cause of operators that stay in float."""
+    if report.floats:
+        causes = {why: names for why, names in report.floats.items() if why != MOVES_FLOATS} or report.floats
+        reason, layers = max(causes.items(), key=lambda item: len(item[1]))
+        yield (
+            f"{sum(map(len, report.floats.values()))} of {len(report.layers)} operators stay in float. The most "
+            f"frequent cause ({len(layers)}): {reason}. `chipfit platforms show {report.platform}` lists what runs in "
+            "integers."
+        )
 
 
 def _on_repairs(report: ReportData) -> str:

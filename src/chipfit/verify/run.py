@@ -96,9 +96,7 @@ def verify(
     runtime = default_runtime(platform, "" if given is None else given.suffix) if runtime is None else runtime
     found = entry("runtime", runtime)
     require(found)
-    quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
-    read_in_float = (_before_moves(graph, n.data) for n in graph.nodes if n.op == DYNAMIC)
-    inner = [*dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))]
+    quantized, inner = _compared_tensors(graph, plan)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         suffix = found.declares.suffix
         file = given or export(graph, plan, Path(folder) / f"model{suffix}", platform)
@@ -124,6 +122,13 @@ def verify(
         share = "all samples" if out.calibrated == out.samples else f"{out.calibrated} of the {out.samples} samples"
         out.warnings.append(f"{share} are calibration data: accuracy and noise on them are better than on new data")
     return out
+
+
+def _compared_tensors(graph: Graph, plan: Plan) -> tuple[list[str], list[str]]:
+    """Return the quantized inputs and results, and the float operands of dynamic kernels except inputs."""
+    quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
+    read_in_float = (_before_moves(graph, n.data) for n in graph.nodes if n.op == DYNAMIC)
+    return quantized, [*dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))]
 
 
 def _before_moves(graph: Graph, value: str) -> str:

@@ -82,13 +82,7 @@ class KerasCall:
         return narrowed(self.outputs[0].dtype)
 
     def emit(
-        self,
-        op: str,
-        inputs: Sequence[Any],
-        like: Sequence[int | None] | None = None,
-        /,
-        part: str = "",
-        **attrs: Any,
+        self, op: str, inputs: Sequence[Any], like: Sequence[int | None] | None = None, /, part: str = "", **attrs: Any
     ) -> Value:
         """Append a node with one output, of the dtype of the call's.
 

@@ -221,17 +221,7 @@ class Builder:
 
     def _layer_with_weights(self, node: Node, biases: list[str | None]) -> Any:
         """Create the layer of a node with weights, in a wrapper if any is rounded; enter the slots of its numbers."""
-        chosen, layout = layer_of(node, self.graph), ""
-        if chosen is None:
-            inner = self._canonical(node)
-            variables = {f"w{k}": i for k, i in enumerate(node.inputs) if i is not None and i in self.graph.weights}
-        else:
-            cls, config, variables = chosen
-            own = (
-                node.config if node.layer_type == cls.__name__ else {}
-            )  # so that initializers, constraints and the like stay
-            inner = cls.from_config({**own, **config, "name": self._unique(node.name)})
-            layout = DEPTHWISE if cls is keras.layers.DepthwiseConv2D else _kind(node)
+        inner, variables, layout = self._float_layer(node)
         groups = node.attrs.get("groups", 1)
         quantizers, follows = {}, ""
         for variable, weight in variables.items():
@@ -240,21 +230,9 @@ class Builder:
             self.weight_slots.setdefault(weight, []).append(slot)
             if weight not in self.sharing.rounded or (weight, node.name) in self.plan.float_edges:
                 continue
-            shape: tuple[int, ...] = ()
-            value = to_keras(slot.layout, self.graph.weights[weight].detach(), groups)
             if weight in self.sharing.products:
                 follows = next(v for v, w in variables.items() if w == self.sharing.products[weight][1])
-            else:
-                stored = self.plan[weight]
-                if stored.scale.dim() > 1:
-                    shape = tuple(to_keras(slot.layout, stored.scale, groups).shape)
-                elif stored.scale.dim():
-                    shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), slot.layout, groups)
-                self.scales.append(ScaleSlot(weight, self.plan.layer_of(weight), inner.name, variable))
-            name = f"{inner.name}_{variable}"
-            quantizers[variable] = self._quantizer(
-                weight, self.plan[weight], shape, tuple(value.shape), name, slot.layout
-            )
+            quantizers[variable] = self._weight_quantizer(weight, slot)
         for use, bias in enumerate(biases[1:], 1):
             self.weight_slots.setdefault(bias or "", []).append(WeightSlot(inner.name, "bias", use))
         if node.operand("w") in self._folds:
@@ -263,6 +241,29 @@ class Builder:
             return inner
         moved = next((v for v, w in variables.items() if w in self._bias_factors and v in quantizers), "")
         return KerasQuantizationWrapper(inner, quantizers, follows, len(biases), moved, name=inner.name)
+
+    def _float_layer(self, node: Node) -> tuple[Any, dict[str, str], str]:
+        """Create the layer of a node without quantizers; return it, variable -> weight, and the kernel's layout."""
+        chosen = layer_of(node, self.graph)
+        if chosen is None:
+            weights = {f"w{k}": i for k, i in enumerate(node.inputs) if i is not None and i in self.graph.weights}
+            return self._canonical(node), weights, ""
+        cls, config, variables = chosen
+        own = node.config if node.layer_type == cls.__name__ else {}  # so that initializers and constraints stay
+        layout = DEPTHWISE if cls is keras.layers.DepthwiseConv2D else _kind(node)
+        return cls.from_config({**own, **config, "name": self._unique(node.name)}), variables, layout
+
+    def _weight_quantizer(self, weight: str, slot: WeightSlot) -> Any:
+        """Create the quantizer of a weight; enter the slot of its scale unless it is a product of other scales."""
+        stored, shape = self.plan[weight], tuple[int, ...]()
+        value = to_keras(slot.layout, self.graph.weights[weight].detach(), slot.groups)
+        if weight not in self.sharing.products:
+            if stored.scale.dim() > 1:
+                shape = tuple(to_keras(slot.layout, stored.scale, slot.groups).shape)
+            elif stored.scale.dim():
+                shape = self._broadcast(weight, stored.axis or 0, len(stored.scale), slot.layout, slot.groups)
+            self.scales.append(ScaleSlot(weight, self.plan.layer_of(weight), slot.layer, slot.variable))
+        return self._quantizer(weight, stored, shape, tuple(value.shape), f"{slot.layer}_{slot.variable}", slot.layout)
 
     def _with_norm(
         self, node: Node, inner: Any, layout: str, quantizers: dict[str, Any], follows: str, uses: int

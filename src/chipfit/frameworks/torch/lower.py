@@ -100,15 +100,8 @@ class QuantizedModule(Checkpointed):
         while self._prefix in first_parts:  # not `unique_name`, whose number would appear in state dicts
             self._prefix += "_"
         self._modules[self._prefix] = nn.Module()
-        #: tensor -> its module under `quant`
-        self._keys: dict[str, str] = {}
-        for name, owner in sharing.owner.items():
-            if owner not in self._keys:
-                factors = tuple(self.quantizer_of(i) for i in sharing.products.get(owner, ()))
-                source = graph if self.bn_fold == -1 else as_planned
-                own = None if factors else _quantizer(source, plan, sharing, training, owner)
-                self._keys[owner] = self._add_quantizer(owner, own or BiasQuantizer(owner, plan[owner], factors))
-            self._keys[name] = self._keys[owner]
+        self._keys: dict[str, str] = {}  #: tensor -> its module under `quant`
+        self._add_quantizers(graph if self.bn_fold == -1 else as_planned, plan, sharing, training)
         self._rounded = sharing.rounded  #: tensors that pass through a quantizer
         for path, leaf in (name.rpartition(".")[::2] for name in sharing.rounded & set(graph.weights)):
             if path:
@@ -176,6 +169,15 @@ class QuantizedModule(Checkpointed):
                 module = self._module(path)
                 table = module._parameters if leaf in module._parameters else module._buffers
                 table[leaf] = self.weight(own)
+
+    def _add_quantizers(self, graph: Graph, plan: Plan, sharing: QuantizerSharing, training: Training) -> None:
+        """Register the quantizer of every tensor; tied tensors share one."""
+        for name, owner in sharing.owner.items():
+            if owner not in self._keys:
+                factors = tuple(self.quantizer_of(i) for i in sharing.products.get(owner, ()))
+                own = None if factors else _quantizer(graph, plan, sharing, training, owner)
+                self._keys[owner] = self._add_quantizer(owner, own or BiasQuantizer(owner, plan[owner], factors))
+            self._keys[name] = self._keys[owner]
 
     def _add_quantizer(self, name: str, quantizer: nn.Module) -> str:
         """Register a quantizer; return its key."""
