@@ -44,8 +44,8 @@ import yaml
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chipfit.engine.bounds import bounded
 from chipfit.engine.opaque import OPERATORS, REPLACED, listed, torch_operator
+from chipfit.engine.operand_checks import checked
 
 _HERE = Path(__file__).parent
 #: the byte that fills free memory, in each of the two runs: as numbers, zeros and huge values
@@ -325,7 +325,7 @@ def function_of(name: str) -> Any:
     namespace, base, overload = name.removeprefix("unchecked:").split(".")
     if name.startswith("unchecked:"):
         return getattr(getattr(getattr(torch.ops, namespace), base), overload)
-    return bounded(listed(name, in_place=True))
+    return checked(listed(name, in_place=True))
 
 
 def _results_of(namespace: str, base: str, args: Any, kwargs: Any) -> list[Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from chipfit.engine.bounds import bounded
 from chipfit.engine.opaque import listed, resolve_target
+from chipfit.engine.operand_checks import checked
 from chipfit.errors import OutOfBoundsError
 from tests.build import model_of
 
@@ -48,8 +48,8 @@ FINE = {
 @pytest.mark.parametrize("name, args", FINE.items(), ids=FINE)
 def test_a_checked_operator_computes_what_torch_does(name, args):
     op = listed(name)
-    assert bounded(op) is not op
-    got, want = (torch.utils._pytree.tree_leaves(f(*args)) for f in (bounded(op), op))
+    assert checked(op) is not op
+    got, want = (torch.utils._pytree.tree_leaves(f(*args)) for f in (checked(op), op))
     assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 

@@ -65,8 +65,8 @@ class _Refit:
         for batch in batches:
             self.batches += 1
             for name, x in zip(self.pruned.inputs, inputs_on(self.pruned.device, batch), strict=True):
-                self._keep(self.targets, name, x)
-                self._keep(self.values, name, x)
+                self._store(self.targets, name, x)
+                self._store(self.values, name, x)
         nodes = zip(self.original.nodes, list(self.pruned.nodes), done_after(self.pruned), strict=True)
         for original, node, done in nodes:
             self._advance(original, node)
@@ -78,12 +78,12 @@ class _Refit:
 
     def _advance(self, original: Node, node: Node) -> None:
         """Run a node of the original network, fit its counterpart if its inputs differ, and run that."""
-        self._run(self.original, original, self.targets)
+        self._run_node(self.original, original, self.targets)
         if self.changed.intersection(self.pruned.activations(node)):
             self.changed |= set(node.outputs)
             if self._is_fitted(node):
                 self._fit(node)
-        self._run(self.pruned, node, self.values)
+        self._run_node(self.pruned, node, self.values)
 
     def _free(self, names: Iterable[str]) -> None:
         for name in names:
@@ -91,13 +91,13 @@ class _Refit:
                 if name in streams:
                     streams.pop(name).free()
 
-    def _run(self, graph: Graph, node: Node, streams: Streams) -> None:
+    def _run_node(self, graph: Graph, node: Node, streams: Streams) -> None:
         for k in range(self.batches):
             args = [None if i is None else streams[i][k] if i in streams else graph.weights[i] for i in node.inputs]
             for name, x in zip(node.outputs, execute(node, args), strict=False):
-                self._keep(streams, name, x)
+                self._store(streams, name, x)
 
-    def _keep(self, streams: Streams, name: str, x: Any) -> None:
+    def _store(self, streams: Streams, name: str, x: Any) -> None:
         if name not in streams:
             streams[name] = Stream(self.memory, expected=self.batches or None)
         streams[name].append(x)

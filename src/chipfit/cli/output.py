@@ -18,7 +18,7 @@ EXAMPLES: dict[str, list[str]] = package_data("chipfit.cli", "examples.yaml")
 
 
 @dataclass
-class Output:
+class OutputOptions:
     """The choices of the options that every command has."""
 
     json: bool = False
@@ -27,7 +27,7 @@ class Output:
 
 
 #: the choices of the command that runs
-OUTPUT = Output()
+OUTPUT = OutputOptions()
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from chipfit.engine.bounds import LARGEST, bounded
+from chipfit.engine.operand_checks import LARGEST, checked
 from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError, OutOfBoundsError
 from chipfit.files import package_data
@@ -54,7 +54,7 @@ def resolve_target(target: str) -> Callable[..., Any]:
 
     Allowed are torch's operators in `operators.yaml`, Python functions of numbers, and torch's functions of symbolic
     integers; no other attribute can be reached. A target "name:..." belongs to a framework, whose adapter creates the
-    callable. Operators that torch does not check itself are checked before each call; see `engine.bounds`.
+    callable. Operators that torch does not check itself are checked before each call; see `engine.operand_checks`.
 
     Raises:
         GraphError: the name is not allowed, or this version of torch does not have it.
@@ -70,7 +70,7 @@ def resolve_target(target: str) -> Callable[..., Any]:
     if module == "torch" and name in _SYMBOLIC and hasattr(torch, name):
         symbolic: Callable[..., Any] = getattr(torch, name)
         return symbolic
-    return bounded(listed(target))
+    return checked(listed(target))
 
 
 def listed(target: str, *, in_place: bool = False) -> torch._ops.OpOverload:

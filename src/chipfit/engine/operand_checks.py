@@ -1,4 +1,4 @@
-"""Checks of operands of torch's operators that a file names, where torch has none of its own.
+"""Checks of the operands of torch's operators that a file calls, for operators that torch does not check itself.
 
 A wrong operand of these operators would read or write memory outside of the tensors, or take all of it. The fuzzer
 (`benchmarks/fuzz/memory.py`) calls every listed operator with wrong operands to find where a check is needed.
@@ -36,7 +36,7 @@ check_of = enters(CHECKS)
 
 
 @functools.cache
-def bounded(op: torch._ops.OpOverload, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def checked(op: torch._ops.OpOverload, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that calls an operator after a check of its operands; the operator itself if it needs none.
 
     Args:

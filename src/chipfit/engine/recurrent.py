@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chipfit.engine.bounds import bounded
+from chipfit.engine.operand_checks import checked
 
 
 def lstm(
@@ -169,7 +169,7 @@ def _run(kernel: Any, x: Tensor, state: Any, weights: Sequence[Tensor | None]) -
     """Call one of torch's kernels for one layer."""
     w, r, b, rb = weights
     biases = [] if b is None and rb is None else [_zeros_like(b, rb), _zeros_like(rb, b)]
-    function = bounded(kernel, _shapes if x.is_meta else None)
+    function = checked(kernel, _shapes if x.is_meta else None)
     return function(x, state, [w, r, *biases], bool(biases), 1, 0.0, False, False, True)
 
 

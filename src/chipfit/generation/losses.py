@@ -99,9 +99,9 @@ class Loss:
     def __init__(self, graph: Graph, options: Generation) -> None:
         self.options, self.targets = options, targets(graph, options.norms)
         self.last = last_linear(graph, options.last) if options.output == "regularized_spread" else None
-        self.weights = [options.first_weight, *(1.0 for _ in self.targets[1:])]
+        self.term_weights = [options.first_weight, *(1.0 for _ in self.targets[1:])]
         self._others: dict[int, list[Moments]] = {}  #: by batch, one for each target
-        self.weight = placed(graph).weights[self.last.weight].detach() if self.last is not None else None
+        self.last_weight = placed(graph).weights[self.last.weight].detach() if self.last is not None else None
 
     @property
     def values(self) -> list[str]:
@@ -116,13 +116,13 @@ class Loss:
             batch: the number of the batch.
         """
         own = [moments(env[t.value], self.options.statistics == "image") for t in self.targets]
-        seen = own
+        joint = own
         if self.options.statistics == "all":
             others = [o for k, o in self._others.items() if k != batch]
-            seen = [_mean_of([mine, *(o[i] for o in others)]) for i, mine in enumerate(own)]
+            joint = [_mean_of([mine, *(o[i] for o in others)]) for i, mine in enumerate(own)]
             self._others[batch] = [(m.detach(), s.detach()) for m, s in own]
-        apart = [t.distance(m, self.options.distance) for t, m in zip(self.targets, seen, strict=True)]
-        total = sum(w * a for w, a in zip(self.weights, apart, strict=True)) / sum(self.weights)
+        apart = [t.distance(m, self.options.distance) for t, m in zip(self.targets, joint, strict=True)]
+        total = sum(w * a for w, a in zip(self.term_weights, apart, strict=True)) / sum(self.term_weights)
         assert isinstance(total, Tensor)
         if self.options.output == "none":
             return total, total
@@ -134,12 +134,12 @@ class Loss:
         if self.options.output == "spread":
             return -spread.sum()
         inverse = (1 / (spread + 1e-6)).sum()
-        return inverse if self.last is None else inverse + self._beyond(env[self.last.data].float(), scores[0])
+        return inverse if self.last is None else inverse + self._range_error(env[self.last.data].float(), scores[0])
 
-    def _beyond(self, x: Tensor, scores: Tensor) -> Tensor:
+    def _range_error(self, x: Tensor, scores: Tensor) -> Tensor:
         """Return how far the extreme scores are from half of the greatest that the last layer could give."""
-        assert self.weight is not None
-        size = x.reshape(len(x), -1).norm(dim=1) * self.weight.float().flatten(1).norm(dim=1).mean()
+        assert self.last_weight is not None
+        size = x.reshape(len(x), -1).norm(dim=1) * self.last_weight.float().flatten(1).norm(dim=1).mean()
         return ((scores.amax(1).abs() - size / 2).abs() + (scores.amin(1).abs() - size / 2).abs()).mean()
 
 

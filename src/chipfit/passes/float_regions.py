@@ -74,7 +74,7 @@ def float_regions(
     why = [f"{counted} output floats: fewer conversions and less error; Settings(results=...) overrides it"]
     apart = [k for k in lost if changed.get(k) == "whole"]
     joined = [f"'{assignment.joins[k]}' is computed in float: {describe(lost[k])}" for k in apart]
-    return changed | dict.fromkeys(apart, "apart"), why * bool(listed) + joined
+    return changed | dict.fromkeys(apart, "apart"), (why if listed else []) + joined
 
 
 def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats]) -> dict[str, PartOnGrid]:
@@ -100,7 +100,7 @@ def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorS
 
 
 class Cut:
-    """The network of flows whose minimum cut separates integers from floats."""
+    """The flow network whose minimum cut separates kernels that output integers from those that output floats."""
 
     def __init__(
         self,
@@ -109,14 +109,17 @@ class Cut:
         stats: Mapping[str, TensorStats],
         lost: Mapping[str, float] | None = None,
     ) -> None:
-        """Take what is decided; `lost` is the noise of the worst part of an output, by the kernel that joins it."""
+        """
+        Args:
+            lost: first node of a kernel -> noise of the worst part of the output that it joins.
+        """
         self.graph, self.assignment, self.stats, self.lost = graph, assignment, stats, lost or {}
         self.can: dict[str, tuple[str, ...]] = dict.fromkeys(self.lost, ("codes", "whole")) | dict(assignment.modes)
         self._head = {name: group[0] for group in assignment.groups for name in group}
-        #: (kernel, side) with an open label, or (value, direction of its conversion) -> node of the network
-        self._number: dict[tuple[str, str], int] = {}
+        #: (kernel, side) with an open label, or (value, direction of its conversion) -> vertex of the flow network
+        self._vertices: dict[tuple[str, str], int] = {}
         self._capacity: dict[tuple[int, int], float] = defaultdict(float)
-        self._producer = {v: INTEGER for v in graph.inputs if v in assignment.tensors}  # value -> node of the network
+        self._producer = {v: INTEGER for v in graph.inputs if v in assignment.tensors}  # value -> vertex
         self._noise_cost: dict[str, float] = {}
 
     def kernel(self, n: Node) -> str:
@@ -128,10 +131,10 @@ class Cut:
         made = {o: self.kernel(n) for n in self.graph.nodes for o in n.outputs}
         for n in self.graph.nodes:
             self._add_node(n, [v for v in dict.fromkeys(n.inputs) if v is not None and made.get(v) != self.kernel(n)])
-        sums = self._sums()
+        free = self._free_floats()
         for value in self.graph.outputs:  # other outputs are stored in integers unless that costs more
             if self.graph.is_float(value):
-                self._add_edge(value, FLOAT if value in sums else INTEGER)
+                self._add_edge(value, FLOAT if value in free else INTEGER)
         integer = self._integer_side()
 
         def mode(kernel: str, can: tuple[str, ...]) -> str:
@@ -141,7 +144,7 @@ class Cut:
 
         return {kernel: mode(kernel, can) for kernel, can in self.can.items()}
 
-    def _sums(self) -> set[str]:
+    def _free_floats(self) -> set[str]:
         """Return values that an integer kernel can output in float at no cost: its sums, and copies of them."""
         out, parts = set[str](), Counter(map(self.kernel, self.graph.nodes))
         for n in self.graph.nodes:
@@ -152,9 +155,9 @@ class Cut:
         return out
 
     def _side(self, kernel: str, which: str) -> int:
-        """Return the node for what a kernel reads or writes; both share one unless the kernel has the mode "float"."""
+        """Return the vertex of what a kernel reads or writes; both share one unless the kernel has the mode "float"."""
         which = which if "float" in self.can.get(kernel, ()) else ""
-        return self._number.setdefault((kernel, which), 2 + len(self._number))
+        return self._vertices.setdefault((kernel, which), 2 + len(self._vertices))
 
     def _add_node(self, n: Node, inputs: list[str]) -> None:
         """Add the costs of a node; `inputs` are computed by other kernels."""
@@ -185,7 +188,7 @@ class Cut:
         if producer == reader or max(producer, reader) <= FLOAT:  # nothing is open between two fixed labels
             return
         directions = (value, "to integers"), (value, "to floats")  # shared by all readers that need a conversion
-        to_integers, to_floats = (self._number.setdefault(d, 2 + len(self._number)) for d in directions)
+        to_integers, to_floats = (self._vertices.setdefault(d, 2 + len(self._vertices)) for d in directions)
         if value not in self._noise_cost:
             noise = NOISE_COST * self.noise(value)
             self._noise_cost[value] = size * noise / 2
@@ -199,13 +202,13 @@ class Cut:
                 self._capacity[end, FLOAT] += self._noise_cost[value]
 
     def _integer_side(self) -> set[int]:
-        """Return the nodes on the source's side of the minimum cut."""
+        """Return the vertices on the source's side of the minimum cut."""
         finite = [c for c in self._capacity.values() if c < math.inf]
         total = sum(finite)
         unit = min(_LARGEST / max(finite), _SUM / total)
         amounts = np.array([max(1, round(min(c, total) * unit)) for c in self._capacity.values()], np.int32)
         ends = tuple(np.array(end, np.int32) for end in zip(*self._capacity, strict=True))
-        network = csr_array((amounts, ends), shape=(2 + len(self._number),) * 2)
+        network = csr_array((amounts, ends), shape=(2 + len(self._vertices),) * 2)
         rest = network - maximum_flow(network, INTEGER, FLOAT).flow
         rest.eliminate_zeros()
         return {INTEGER, *breadth_first_order(rest, INTEGER, return_predecessors=False).tolist()}

@@ -19,8 +19,8 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from chipfit.engine.bounds import MOST_ELEMENTS
 from chipfit.engine.opaque import resolve_target
+from chipfit.engine.operand_checks import MOST_ELEMENTS
 from chipfit.engine.trees import read_tree
 from chipfit.engine.types import dtype_of
 from chipfit.errors import GraphError, PlanError

@@ -1,4 +1,4 @@
-"""Reader and writer of `.pte` files: the program, the graphs of its XNNPACK delegates, and named data.
+"""Reader and writer of `.pte` files: the program, the graphs of its XNNPACK delegates, and named_data data.
 
 Layout: a flatbuffer with a header behind its first 8 bytes, then segments. A delegate's data are a header, a
 flatbuffer and constants. Sources: executorch, schema/program.fbs, exir/_serialize/_program.py (the extended header) and
@@ -21,7 +21,7 @@ from chipfit.errors import RuntimeUnavailable
 Schema = tuple[str, str]  #: path of a schema in the package, and its root
 PROGRAM = "exir/_serialize/program.fbs", "Program"
 GRAPH = "backends/xnnpack/serialization/schema.fbs", "XNNGraph"
-KEY = "chipfit"  #: key of chipfit's notes among the named data
+NOTES_KEY = "chipfit"  #: key of chipfit's notes among the named_data data
 _ALIGNMENT = 128  #: alignment of segments [bytes]
 
 
@@ -98,11 +98,11 @@ class Container:
             RuntimeUnavailable: they are malformed.
         """
         try:
-            return dict(json.loads(self.named(KEY) or b"{}"))
+            return dict(json.loads(self.named_data(NOTES_KEY) or b"{}"))
         except ValueError as e:
-            raise malformed("they are not JSON") from e
+            raise misfit("they are not JSON") from e
 
-    def named(self, key: str) -> bytes | None:
+    def named_data(self, key: str) -> bytes | None:
         """Return the data with this key; None if there are none."""
         matching = (d for d in self.program.namedData or () if d.key.decode() == key)
         return next((self.segments[d.segmentIndex] for d in matching), None)
@@ -113,9 +113,9 @@ class Container:
         offset = constants.offsets[self.method.values[value].val.dataBufferIdx]
         return self.segments[constants.segmentIndex][offset:]
 
-    def repeated(self, value: int) -> int:
-        """Return the value of which a value of the program is a repetition, else the value itself."""
-        return self.repeated(self._repeated[value]) if value in self._repeated else value
+    def source_of(self, value: int) -> int:
+        """Return the value that a value of the program repeats, else the value itself."""
+        return self.source_of(self._repeated[value]) if value in self._repeated else value
 
     def shape(self, value: int) -> list[int]:
         """Return the sizes of a tensor of the program."""
@@ -126,6 +126,7 @@ class Container:
         return self.method.delegates[self.calls[call].delegateIndex]
 
     def _data(self, call: int) -> bytes:
+        """Return header, graph and constants of a delegate."""
         reference, locations = self.delegate(call).processed, classes(PROGRAM[0]).DataLocation
         if reference.location == locations.SEGMENT:
             return self.segments[reference.index]
@@ -184,6 +185,6 @@ def kind_of(node: Any) -> str:
     return next(name for name, number in kinds.items() if number == node.xnodeUnionType)
 
 
-def malformed(why: str) -> RuntimeUnavailable:
+def misfit(why: str) -> RuntimeUnavailable:
     """Return the error for notes that do not fit the file."""
     return RuntimeUnavailable(f"The chipfit notes in the file do not fit it: {why}", hint="export it again")

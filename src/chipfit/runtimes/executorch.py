@@ -9,7 +9,7 @@ import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.files import wrap_read_errors
-from chipfit.pte_file.container import PROGRAM, Container, classes, kind_of, malformed, tensor_of
+from chipfit.pte_file.container import PROGRAM, Container, classes, kind_of, misfit, tensor_of
 from chipfit.registry import register
 from chipfit.runtimes import SAMPLES, check_inputs, join_parts
 from chipfit.runtimes.child import Child
@@ -38,11 +38,11 @@ class ExecuTorch:
         self.file = Container(content)
         self.child = Child("executorch_child.py", NAME, unquoted=_OPERANDS, path=str(path))
         notes = self.file.notes()
-        self._own, places = len(self.file.method.outputs), notes.get("tensors", {})
-        #: tensor -> see `show`
-        self._shown = show(self.file, {name: places[name] for name in tensors if name in places})
+        self._outputs, places = len(self.file.method.outputs), notes.get("tensors", {})
+        #: tensor -> see `expose`
+        self._exposed = expose(self.file, {name: places[name] for name in tensors if name in places})
         try:
-            found = self.child.ask("load", self.file.to_bytes() if self._shown else content)
+            found = self.child.ask("load", self.file.to_bytes() if self._exposed else content)
         except RuntimeUnavailable as e:
             raise RuntimeUnavailable(f"ExecuTorch refuses the file: {e.what}", where=str(path)) from e
         self._shapes, self._types = [s for s, _ in found], [t for _, t in found]
@@ -67,10 +67,10 @@ class ExecuTorch:
         parts = [[np.ascontiguousarray(x[k : k + size]) for x in inputs] for k in range(0, len(inputs[0]), size)]
         results = [self.child.ask("run", part) for part in parts]
         if any(len(r) != len(self.file.method.outputs) for r in results):
-            raise malformed("its program returns other outputs than it has")
-        out = {f"output_{k}/float": np.concatenate([r[k] for r in results]) for k in range(self._own)}
-        for name, (k, form, shape, axis, *front) in self._shown.items():
-            values = (r[k].transpose(form) if form and len(form) == r[k].ndim else r[k] for r in results)
+            raise misfit("the program returned another number of outputs than the file declares")
+        out = {f"output_{k}/float": np.concatenate([r[k] for r in results]) for k in range(self._outputs)}
+        for name, (k, perm, shape, axis, *front) in self._exposed.items():
+            values = (r[k].transpose(perm) if perm and len(perm) == r[k].ndim else r[k] for r in results)
             out[name] = join_parts([v.reshape(shape) for v in values], axis, *front)
         return out
 
@@ -82,8 +82,8 @@ class ExecuTorch:
         return dict(sorted(Counter([*inside, *outside]).items()))
 
 
-def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
-    """Make tensors inside delegates outputs of a file.
+def expose(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tuple[Any, ...]]:
+    """Change a program so that it returns tensors inside its delegates too.
 
     Args:
         places: tensor -> where it is, see `chipfit.export.pte.notes`.
@@ -100,19 +100,19 @@ def show(file: Container, places: Mapping[str, Sequence[Any]]) -> dict[str, tupl
         tensors = {tensor_of(v).idOut: tensor_of(v) for v in graph.xvalues}
         for number in {place[1] for place in places.values() if place[0] == call}:
             if number not in tensors:
-                raise malformed(f"a delegate has no value {number}")
+                raise misfit(f"a delegate has no value {number}")
             outputs[call, number] = len(file.method.outputs)
-            file.method.outputs = [*file.method.outputs, _value(file, call, graph, tensors[number])]
+            file.method.outputs = [*file.method.outputs, _external_value(file, call, graph, tensors[number])]
         file.set_graph(call, graph)
-    for name, (call, number, form, *rest) in places.items():
+    for name, (call, number, perm, *rest) in places.items():
         position = outputs[call, number]
         order = file.method.values[int(file.method.outputs[position])].val.dimOrder
         in_order = [*order] == [*range(len(order))]  # else ExecuTorch returns the program's axes
-        found[name] = position, form if in_order else None, *rest
+        found[name] = position, perm if in_order else None, *rest
     return found
 
 
-def _value(file: Container, call: int, graph: Any, tensor: Any) -> int:
+def _external_value(file: Container, call: int, graph: Any, tensor: Any) -> int:
     """Return the index of a program's value that holds a delegate's tensor, in memory of its own."""
     if not tensor.flags & _EXTERNAL:
         tensor.flags |= _OUTPUT

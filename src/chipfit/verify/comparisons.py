@@ -128,9 +128,9 @@ class TensorComparison:
     def fault(self) -> str:
         """A description of the fault, "" if there is none."""
         if self.within is not None:
-            few = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
+            found = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
             over = self.op_largest > self.within
-            return f"{few} given the device's inputs, and at most {self.within} is promised" if over else self.wrong
+            return f"{found} given the device's inputs, and at most {self.within} is promised" if over else self.wrong
         if self.astray or self.op_differing > self.allowed or self.op_largest > min(self.allowed, 1):
             found = f"{self.op_differing} of {self.elements} integers differ by up to {self.op_largest}"
             how = f" by 1, half way between two integers; {self.astray} differ elsewhere" if self.allowed else ""
@@ -158,7 +158,7 @@ def largest_difference(a: Tensor, b: Tensor, where: Tensor) -> int:
     return int((a.flatten()[where].long() - b.flatten()[where].long()).abs().max()) if len(where) else 0
 
 
-def _gap(a: Tensor, b: Tensor) -> tuple[int, float]:
+def _differences(a: Tensor, b: Tensor) -> tuple[int, float]:
     """Return how many numbers differ and the largest difference; NaN on one side alone differs by infinity."""
     if a.is_floating_point() and a.numel():
         off = (a - b).abs_()  # 0 only where they are equal; exact for near numbers
@@ -190,7 +190,7 @@ class OutputComparison:
     wrong: str = ""  #: what is wrong besides numbers that differ
     inner: bool = False  #: no output of the model, but the float input of a dynamic kernel
     allowed_gap: float = OUTPUT_GAP  #: largest `op_gap` that float operators may have
-    _real: bool = field(default=True, repr=False)
+    _is_float: bool = field(default=True, repr=False)
 
     def add(
         self, device: Tensor | None, from_device: Tensor, end_to_end: Tensor | None = None, exact: Exact = None
@@ -206,25 +206,25 @@ class OutputComparison:
         self.wrong = self.wrong or not_comparable(device, from_device, dtype_name(from_device))
         if self.wrong or device is None or not device.numel():
             return
-        differing, gap = _gap(device, from_device)
+        differing, gap = _differences(device, from_device)
         self.elements += device.numel()
         self.differing += differing
         if end_to_end is not None:
-            self.gap = max(self.gap, _gap(device, end_to_end)[1])
+            self.gap = max(self.gap, _differences(device, end_to_end)[1])
         if differing:
             size = self.span or max(float(from_device.float().abs().nan_to_num(0.0, 0.0).max()), 1e-30)
             self.op_gap = max(self.op_gap, gap / size)
             if exact is not None and self.float_ops and self.op_gap > self.allowed_gap:
-                self.allowed_gap = max(self.allowed_gap, CANCELLED * _gap(from_device, exact())[1] / size)
-        self._real = from_device.is_floating_point()
+                self.allowed_gap = max(self.allowed_gap, CANCELLED * _differences(from_device, exact())[1] / size)
+        self._is_float = from_device.is_floating_point()
 
     @property
     def fault(self) -> str:
         """A description of the fault, "" if there is none."""
-        few = self.differing <= FLOAT_SHARE * self.elements if self.float_ops else not self.differing
-        if self._real:
-            few = self.op_gap <= (self.allowed_gap if self.float_ops else DEQUANTIZED_GAP)
-        if few:
+        passes = self.differing <= FLOAT_SHARE * self.elements if self.float_ops else not self.differing
+        if self._is_float:
+            passes = self.op_gap <= (self.allowed_gap if self.float_ops else DEQUANTIZED_GAP)
+        if passes:
             return self.wrong
         share = f"{self.differing} of {self.elements} numbers are not the simulation's given the device's integers"
         return f"{share}; largest relative gap {self.op_gap:.2g}"

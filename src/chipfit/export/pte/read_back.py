@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from chipfit.export import FileTensor
-from chipfit.pte_file.container import GRAPH, Container, classes, malformed, tensor_of
+from chipfit.pte_file.container import GRAPH, Container, classes, misfit, tensor_of
 
 
 def read_back(path: Path) -> dict[str, FileTensor]:
@@ -24,14 +24,14 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     for name, (call, number, *_) in notes.get("tensors", {}).items():
         value = values[call].get(number)
         if value is None:
-            raise malformed(f"a delegate has no value {number}")
+            raise misfit(f"a delegate has no value {number}")
         if hasattr(value.xvalueUnion, "quantParams"):
             found[name] = FileTensor(None, [_numbers(file, graphs[call], value)])
     for name, places in notes.get("constants", {}).items():
         for k, (call, number) in enumerate(places):
             value = values[call].get(number)
             if value is None:
-                raise malformed(f"a delegate has no value {number}")
+                raise misfit(f"a delegate has no value {number}")
             if hasattr(value.xvalueUnion, "quantParams"):
                 numbers = [_numbers(file, graphs[call], value)]
                 found[f"{name}_{k}" if k else name] = FileTensor(_integers(file, call, graphs[call], value), numbers)
@@ -40,7 +40,7 @@ def read_back(path: Path) -> dict[str, FileTensor]:
 
 def _constant(file: Container, graph: Any, index: int) -> bytes:
     """Return a constant of a delegate's graph."""
-    return file.named(graph.constantData[index].namedKey.decode()) or b""
+    return file.named_data(graph.constantData[index].namedKey.decode()) or b""
 
 
 def _integers(file: Container, call: int, graph: Any, value: Any) -> np.ndarray:
@@ -49,8 +49,8 @@ def _integers(file: Container, call: int, graph: Any, value: Any) -> np.ndarray:
     shape = [int(d) for d in tensor.dims]
     if tensor.constantBufferIdx:
         raw = _constant(file, graph, tensor.constantBufferIdx)
-    else:  # a constant of the program, which the delegate receives, repeated for each sample or not
-        constant = file.repeated(given := file.calls[call].args[tensor.externalId])
+    else:  # a constant of the program, which the delegate receives, source_of for each sample or not
+        constant = file.source_of(given := file.calls[call].args[tensor.externalId])
         shape = shape if constant == given else file.shape(constant)
         raw = file.constant(constant)[: math.prod(shape)]
     if tensor.datatype in (kinds.xnn_datatype_qcint4, kinds.xnn_datatype_qbint4):  # the low half first, 8 for zero

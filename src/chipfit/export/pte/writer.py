@@ -18,7 +18,7 @@ from chipfit.files import write_atomically
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.tables import with_integers
-from chipfit.pte_file.container import KEY
+from chipfit.pte_file.container import NOTES_KEY
 
 
 def export_pte(graph: Graph, plan: Plan | None, path: str | Path, *, batch: int = 1) -> Path:
@@ -92,7 +92,7 @@ def _lowered(graph: Graph, plan: Plan, inputs: Sequence[torch.Tensor]) -> bytes:
             edge = to_edge_transform_and_lower(torch.export.export(program, tuple(inputs)), **how)
         _check_delegated(edge.exported_program().graph, program)
         notes = notes_of(edge.exported_program().graph_module, program, rounded, len(inputs[0]))
-        edge._named_data_store.add_named_data(KEY, json.dumps(notes).encode())
+        edge._named_data_store.add_named_data(NOTES_KEY, json.dumps(notes).encode())
         return bytes(edge.to_executorch().buffer)
     except ExportError:
         raise

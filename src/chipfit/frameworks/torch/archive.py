@@ -22,8 +22,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 from typing_extensions import TypedDict
 
-from chipfit.engine.bounds import MOST_ELEMENTS, bounded
 from chipfit.engine.opaque import listed, resolve_target
+from chipfit.engine.operand_checks import MOST_ELEMENTS, checked
 from chipfit.engine.trees import flatten_call, read_tree
 from chipfit.engine.types import constant_of, dtype_of
 from chipfit.errors import CaptureError, ChipfitError, short_message
@@ -405,7 +405,7 @@ def _callable(target: str) -> tuple[Callable[..., Any], bool]:
     """Return a function of the file, and whether it writes to an operand."""
     if target.startswith("torch.ops."):
         found = listed(target.removeprefix("torch.ops."), in_place=True)
-        return bounded(found), found._schema.is_mutable
+        return checked(found), found._schema.is_mutable
     return resolve_target(target.removeprefix("_").replace("torch._sym", "torch.sym")), False
 
 
