@@ -58,7 +58,8 @@ def _infinite(graph: Graph, saturating: Collection[str]) -> set[str]:
     found = {w for w, x in graph.weights.items() if x.is_floating_point() and bool(x.isinf().any())} - {*saturating}
     found = {w for w in found if any(n.op not in ("Max", "Min") for n in users.get(w, ()))}
     for n in graph.nodes:
-        passes = n.facts.moves or n.facts.homogeneous or n.op in ("Add", "Sub", "Mul", "Div", "Pad", "LogSoftmax")
+        is_log = n.facts.softmax and not n.facts.bounded  # the logarithm of a share of 0 is infinite
+        passes = n.facts.moves or n.facts.homogeneous or n.facts.ieee or is_log
         selects = n.facts.extreme or n.op in ("Max", "Min") or n.facts.kind == "pool" or n.clip_range is not None
         if (n.op == "Pad" and math.isinf(n.attrs["value"] or 0)) or (
             passes and not selects and any(i in found for i in n.inputs)
@@ -69,7 +70,7 @@ def _infinite(graph: Graph, saturating: Collection[str]) -> set[str]:
 
 def _exponents(graph: Graph) -> dict[str, str]:
     """Return the constant exponents: a grid holds most of them only nearly."""
-    exponents = (n.inputs[1] for n in graph if n.op == "Pow")
+    exponents = (n.inputs[1] for n in graph if n.facts.exponent)
     return {v: EXPONENT_WHY for v in exponents if v in graph.weights and graph.is_float(v)}
 
 

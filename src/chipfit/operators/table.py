@@ -73,6 +73,7 @@ class OpDef:
     extreme: bool = False  #: it finds the greatest or least number along axes, or its index: others have no influence
     recurrent: bool = False  #: a layer with states, over all steps of a sequence or one step
     pole: bool = False  #: its result is infinite where its last operand is 0
+    exponent: bool = False  #: its last operand is an exponent
     bounded: tuple[float, ...] = ()  #: bounds of its results where they are known and it does not only clip
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
     #: operators of which it is a special case, nearest first; a platform may list one of them instead

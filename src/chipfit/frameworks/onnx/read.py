@@ -505,7 +505,7 @@ def _xor(c: OnnxCall) -> Any:
 def _arithmetic(c: OnnxCall, op: str) -> Any:
     a, b = c.operand(0), c.operand(1)
     if (op == "Div" and not a.dtype.is_floating_point) or a.dtype is not b.dtype:
-        require(op == "Pow" and b.constant is not None and a.dtype.is_floating_point)
+        require(OPS[op].exponent and b.constant is not None and a.dtype.is_floating_point)
         b = c.new_weight(torch.from_numpy(np.array(b.constant)).float(), "exponent")
     return c.emit(op, [a, b])
 
