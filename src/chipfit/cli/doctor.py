@@ -44,7 +44,7 @@ def diagnose() -> Diagnosis:
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": _cpuinfo().get("model name") or platform.processor() or platform.machine(),
         "int8": _int8(),
         "versions": {"chipfit": chipfit.__version__, **{name: _version(name) for name in LIBRARIES}},
         "extras": _extras(),
@@ -105,10 +105,6 @@ def _cpuinfo() -> dict[str, str]:
     except OSError:
         return {}
     return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-
-
-def _processor() -> str:
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
 
 
 def _int8() -> str:

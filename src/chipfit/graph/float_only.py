@@ -58,8 +58,8 @@ def _infinite(graph: Graph, saturating: Collection[str]) -> set[str]:
     found = {w for w, x in graph.weights.items() if x.is_floating_point() and bool(x.isinf().any())} - {*saturating}
     found = {w for w in found if any(n.op not in ("Max", "Min") for n in users.get(w, ()))}
     for n in graph.nodes:
-        is_log = n.facts.softmax and not n.facts.bounded  # the logarithm of a share of 0 is infinite
-        passes = n.facts.moves or n.facts.homogeneous or n.facts.ieee or is_log
+        # a softmax without bounds is the logarithm of one, which is infinite where a share is 0
+        passes = n.facts.moves or n.facts.homogeneous or n.facts.ieee or (n.facts.softmax and not n.facts.bounded)
         selects = n.facts.extreme or n.op in ("Max", "Min") or n.facts.kind == "pool" or n.clip_range is not None
         if (n.op == "Pad" and math.isinf(n.attrs["value"] or 0)) or (
             passes and not selects and any(i in found for i in n.inputs)

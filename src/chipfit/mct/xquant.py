@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import field, replace
 from typing import Any
 
@@ -201,11 +201,8 @@ def _show(to: Any, result: Result, found: Mapping[str, Similarity], report: Mapp
         similarity.write(to, step)
         for layer, row in similarity.layers.items():
             facts.setdefault(makers[similarity.values[layer]].name, {})[f"xquant_{kind}"] = str(row)
-        to.add_text(f"output_similarity_metrics_{kind}", _lines(report[f"output_similarity_metrics_{kind}"].items()))
+        name = f"output_similarity_metrics_{kind}"
+        to.add_text(name, "  \n".join(f"{metric}: {value:.4f}" for metric, value in report[name].items()))
     write_graph(to, result.graph, facts)
     write_histograms(to, result.stats)
     to.close()
-
-
-def _lines(numbers: Iterable[tuple[str, float]]) -> str:
-    return "  \n".join(f"{name}: {value:.4f}" for name, value in numbers)

@@ -25,9 +25,7 @@ class _Step(NamedTuple):
     attrs: dict[str, Any]  #: attribute -> syntax tree of a name or a constant
 
 
-def compute(
-    formula: str, apply: Callable[..., Any], last: Any = None, number: Callable[[float], Any] = float, /, **given: Any
-) -> Any:
+def compute(formula: str, apply: Any, last: Any = None, number: Any = float, /, **given: Any) -> Any:
     """Compute a formula by `apply(op, operands, **attributes)`, from left to right.
 
     Args:

@@ -171,8 +171,7 @@ def _floor_divide(new: NewNodes, n: Node) -> str:
 
 
 def _reduce_l2(new: NewNodes, n: Node) -> str:
-    length = "sqrt(sum(x * x, gives=shape, axes=axes, keepdims=keepdims))"
-    return new.formula(length, x=n.data, shape=new.shape(n.output), **n.attrs)
+    return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
 
 
 def _l2_norm(new: NewNodes, n: Node) -> str:

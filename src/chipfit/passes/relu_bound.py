@@ -1,7 +1,6 @@
 """Give clipped activations a power of two as their upper bound: Relu6 becomes a clamp at 8."""
 
 import math
-from typing import Any
 
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import bias_or_zero, is_linear, with_bias
@@ -11,11 +10,8 @@ from chipfit.registry import Repair, Setting, register
 _SETTING = Setting("relu_bound", False, "clipped activations get a power of two as upper bound")
 
 
-def _on_powers_of_two(graph: Graph, assignment: Any) -> bool:
-    return any(s.format.scale == "pot" for s in assignment.tensors.values())
-
-
-_REPAIR = Repair(True, _on_powers_of_two)
+#: for scales that are powers of two
+_REPAIR = Repair(True, lambda graph, assignment: any(s.format.scale == "pot" for s in assignment.tensors.values()))
 
 
 @register("pass", "relu_bound", stage="rewrite", after=("collapse_residual",), setting=_SETTING, repair=_REPAIR)

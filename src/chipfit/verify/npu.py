@@ -119,8 +119,9 @@ def compile_file(path: str | Path, accelerator: str, layers: dict[str, str] | No
         with open(found, encoding="utf-8") as lines:
             row = next(csv.DictReader(lines))
     reasons = {tensor: (op, " ".join(why.split())) for op, tensor, why in _REFUSED.findall(shown)}
-    on_cpu = [
-        CpuOperator(tensor=t, layer=_layer(t, layers or {}), op=op, why=why)
+    layers = layers or {}
+    on_cpu = [  # a part of a tensor, as "block/softmax/part_1", has the layer of the tensor
+        CpuOperator(tensor=t, layer=layers.get(t, layers.get(t.rpartition("/")[0], "")), op=op, why=why)
         for t in dict.fromkeys((*_ON_CPU.findall(shown), *reasons))
         for op, why in (reasons.get(t, ("", "")),)
     ]
@@ -136,11 +137,6 @@ def compile_file(path: str | Path, accelerator: str, layers: dict[str, str] | No
         cycles=int(float(row["cycles_total"])),
         inferences_per_second=float(row["inferences_per_second"]),
     )
-
-
-def _layer(tensor: str, layers: dict[str, str]) -> str:
-    """Return the layer of a tensor, or of the tensor that it is a part of: "block/softmax/part_1"."""
-    return layers.get(tensor, layers.get(tensor.rpartition("/")[0], ""))
 
 
 def _check(accelerator: str) -> None:

@@ -15,10 +15,6 @@ def _read_back(path: Path) -> dict[str, FileTensor]:
     return read_back(path)
 
 
-def _batch_of_one(graph: Graph, plan: Plan) -> int:
-    return 1
-
-
 @register(
     "format",
     "pte",
@@ -26,7 +22,7 @@ def _batch_of_one(graph: Graph, plan: Plan) -> int:
     libraries=("executorch", "flatbuffers"),
     extra="executorch",
     options=("batch",),
-    part=_batch_of_one,
+    part=lambda graph, plan: 1,
     stored=_read_back,
 )
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:

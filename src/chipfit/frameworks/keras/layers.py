@@ -64,7 +64,8 @@ class KerasQuantizer(keras.layers.Layer):
         **kwargs: Any,
     ) -> None:
         grid: dict[str, Any] = {"bits": 8, "kind": "int" if kwargs.get("table") is None else "lut"}
-        grid |= {f.name: _plain(kwargs.pop(f.name)) for f in fields(Grid) if f.name in kwargs}
+        own = {f.name: kwargs.pop(f.name) for f in fields(Grid) if f.name in kwargs}
+        grid |= {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}  # JSON has lists
         super().__init__(**{"dtype": "float32", "autocast": False, **kwargs})
         self.planned, self.shape, self.trains = Grid(qmin=qmin, qmax=qmax, **grid), tuple(shape), tuple(trains)
         if isinstance(algorithm, dict):
@@ -223,11 +224,6 @@ class KerasQuantizer(keras.layers.Layer):
             shape[stored.axis] = len(stored.scale)
         x = None if weight is None else torch.from_numpy(ops.convert_to_numpy(weight).copy())
         return cls.from_stored(stored, algorithm, x, shape, **kwargs)
-
-
-def _plain(value: Any) -> Any:
-    """Return a field of a grid, with tuples where JSON has lists."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 @registered
