@@ -375,6 +375,8 @@ def options_of(e: Entry) -> dict[str, Setting]:
 
 def parse_call(text: str) -> tuple[str, dict[str, Any]]:
     """Split a text such as "lp(p=3)" into name and settings; return other text whole, without settings."""
+    if text.isidentifier():
+        return text, {}
     try:
         call = ast.parse(text, mode="eval").body
         return text.partition("(")[0], {k.arg or "": ast.literal_eval(k.value) for k in getattr(call, "keywords", ())}

@@ -7,6 +7,7 @@ import torch
 
 from chipfit.engine.parts import Gain, part_gains
 from chipfit.engine.run import run
+from chipfit.graph.joins import Joins
 from chipfit.rounding.outputs import OutputErrors, parts_of
 from tests.build import graph_of, node, randn
 
@@ -60,7 +61,7 @@ def test_a_constant_behind_the_join_leaves_the_parts():
     found = parts_of(graph, run(graph, [a, b]))
     assert torch.equal(found["a in t"], (2 * a + 1).flatten(1)[:, None])
     assert torch.equal(found["b in t"], (-3 * b + 1).flatten(1)[:, None])
-    assert part_gains(graph, "t") == {"a": Gain(2.0, 1.0), "b": Gain(3.0, 1.0)}
+    assert part_gains(Joins(graph), "t") == {"a": Gain(2.0, 1.0), "b": Gain(3.0, 1.0)}
 
 
 def test_a_part_that_is_lost_counts_whatever_its_neighbours_are():

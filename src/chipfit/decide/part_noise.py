@@ -13,7 +13,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.histogram import Histogram
 from chipfit.decide.assignment import Assignment
 from chipfit.engine.parts import Gain, part_gains
-from chipfit.graph.ir import Graph
+from chipfit.graph.joins import Joins
 from chipfit.quantizers.grids import Grid, fake_quantize
 from chipfit.quantizers.noise import decibels
 from chipfit.ranges import choose
@@ -31,7 +31,7 @@ class PartOnGrid:
 
 
 def parts_on_grid(
-    graph: Graph, assignment: Assignment, stats: Mapping[str, TensorStats], value: str, q: QParams, grid: Grid
+    joins: Joins, assignment: Assignment, stats: Mapping[str, TensorStats], value: str, q: QParams, grid: Grid
 ) -> list[PartOnGrid]:
     """Return the parts of a joined value on its grid; none that is constant or has no statistics.
 
@@ -39,7 +39,7 @@ def parts_on_grid(
         q, grid: the value's scale and zero point, and its grid.
     """
     out = []
-    for name, gain in ((part_gains(graph, value) or {}) if grid.kind == "int" else {}).items():
+    for name, gain in ((part_gains(joins, value) or {}) if grid.kind == "int" else {}).items():
         seen, slot = stats.get(name), assignment.tensors.get(name)
         if seen is not None and seen.low < seen.high and gain.times > 0:
             own = grid if slot is None else slot.grid(signed=seen.low < 0)

@@ -3,6 +3,7 @@
 A bias has input scale x weight scale if the chip adds it in the accumulator, else a range of its own.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from chipfit.ranges.qparams import GREATEST_SCALE, QParams, from_min_max
 
 #: an int32 bias leaves this share of the accumulator to the products
 _SHARE = 0.5
+#: tensors that the origin of a tied scale names
+_NAMED = 8
 #: origin of numbers that the platform's rules determine
 _FIXED, _MOVED, _ENLARGED = (
     "fixed by the platform",
@@ -197,9 +200,16 @@ def _tied(members: Mapping[str, WithOrigin], dictated: Collection[str], besides:
     out = {}
     for name, (s, origin) in members.items():
         if name not in dictated:
-            origin += f", tied with {', '.join(repr(other) for other in members if other != name)}"
+            origin += f", tied with {_others(name, members)}"
         out[name] = s.with_(scale=scale, zero_point=zero_point), origin
     return out
+
+
+def _others(name: str, members: Mapping[str, Any]) -> str:
+    """Return the first other members of a tie, and the number of those that are not named."""
+    first = [repr(m) for m in itertools.islice(members, _NAMED + 1) if m != name][:_NAMED]
+    more = len(members) - 1 - len(first)
+    return ", ".join(first) + (f" and {more:,} more" if more else "")
 
 
 def _equal(a: Stored, b: Stored) -> bool:

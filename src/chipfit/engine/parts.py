@@ -8,7 +8,7 @@ from torch import Tensor
 
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Graph
-from chipfit.graph.joins import parts, rescaled_from
+from chipfit.graph.joins import Joins, rescaled_from
 
 #: a value of more parts, such as one for each time step, is taken as one
 MOST_PARTS = 32
@@ -22,26 +22,26 @@ class Gain:
     plus: float = 0.0  #: mean
 
 
-def part_labels(graph: Graph, value: str) -> Tensor | None:
-    """Return which of `graph.joins.parts` each number of a value comes from; None if it is one part, or is not known.
+def part_labels(joins: Joins, value: str) -> Tensor | None:
+    """Return which of `Joins.parts` each number of a value comes from; None if it is one part, or is not known.
 
     Returns:
         Indices, [1, ...]: of one sample; sizes that are open are 1.
     """
-    found = parts(graph, value, graph.producers())
+    found = joins.parts(value)
     if not 1 < len(found) <= MOST_PARTS:
         return None
-    starts = {part: torch.full(_one_sample(graph, part), k) for k, part in enumerate(found)}
-    return _follow(graph, value, starts, rescale=False)
+    starts = {part: torch.full(_one_sample(joins.graph, part), k) for k, part in enumerate(found)}
+    return _follow(joins, value, starts, rescale=False)
 
 
-def part_gains(graph: Graph, value: str) -> dict[str, Gain] | None:
+def part_gains(joins: Joins, value: str) -> dict[str, Gain] | None:
     """Return what constants behind the join make of each part of a value; None if that is not known."""
-    labels, found = part_labels(graph, value), parts(graph, value, graph.producers())
+    labels, found = part_labels(joins, value), joins.parts(value)
     if labels is None:
         return {part: Gain() for part in found} if len(found) == 1 else None
     of_zero, of_one = (
-        _follow(graph, value, {part: torch.full(_one_sample(graph, part), x) for part in found}, rescale=True)
+        _follow(joins, value, {part: torch.full(_one_sample(joins.graph, part), x) for part in found}, rescale=True)
         for x in (0.0, 1.0)
     )
     if of_zero is None or of_one is None:
@@ -56,13 +56,13 @@ def _one_sample(graph: Graph, value: str) -> list[int]:
     return [1, *(1 if size is None else size for size in graph.shape(value)[1:])]
 
 
-def _follow(graph: Graph, value: str, starts: Mapping[str, Tensor], rescale: bool) -> Tensor | None:
+def _follow(joins: Joins, value: str, starts: Mapping[str, Tensor], rescale: bool) -> Tensor | None:
     """Return a value, computed from its parts; None if sizes are open, or axes have taken the batch's place.
 
     Args:
         rescale: whether constants are applied; otherwise only numbers are moved.
     """
-    producers, table = graph.producers(), dict(starts)
+    graph, producers, table = joins.graph, joins.producers, dict(starts)
 
     def operand(name: str | None) -> Tensor | None:
         if name is None or not graph.is_float(name):

@@ -105,9 +105,10 @@ def done_after(graph: Graph) -> list[list[str]]:
     last: dict[str | None, int] = {}
     for k, n in enumerate(graph.nodes):
         last.update(dict.fromkeys((*n.outputs, *n.inputs), k))
+    kept: set[str | None] = {None, *graph.outputs}
     out: list[list[str]] = [[] for _ in graph.nodes]
     for name, k in last.items():
-        if name is not None and name not in graph.outputs:
+        if name is not None and name not in kept:
             out[k].append(name)
     return out
 

@@ -3,7 +3,7 @@
 A constant behind the join changes the magnitude of each part, as in a head that turns shares of an image into pixels.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from chipfit.graph.ir import REQUANTIZE, Graph, Node
 
@@ -28,24 +28,33 @@ def rescaled_from(graph: Graph, node: Node) -> str | None:
     return data[0] if graph.is_float(data[0]) and graph.shape(data[0]) == graph.shape(node.output) else None
 
 
-def parts(graph: Graph, value: str, producers: Mapping[str, Node]) -> list[str]:
-    """Return the values that a value is joined of, behind operators that move numbers or apply a constant to each.
+class Joins:
+    """What the values of a graph are joined of; each is looked up once."""
 
-    A value that is not joined has one part: itself, or what it rearranges.
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.producers = graph, graph.producers()
+        self._parts: dict[str, list[str]] = {}
 
-    Args:
-        producers: as `Graph.producers` returns them.
-    """
-    found, left = dict[str, list[str]](), [value]
-    while left:
-        here = left[-1]
-        before, whole = _read_of(graph, here, producers.get(here))
-        if new := [v for v in before if v not in found]:
-            left += new
-            continue
-        joined = [*dict.fromkeys(p for v in before for p in found[v])]
-        found[left.pop()] = joined if whole or len(joined) > 1 else [here]
-    return found[value]
+    def parts(self, value: str) -> list[str]:
+        """Return the values that a value is joined of, behind operators that move numbers or apply a constant to each.
+
+        A value that is not joined has one part: itself, or what it rearranges.
+        """
+        found, left = self._parts, [value]
+        while left:
+            here = left[-1]
+            before, whole = _read_of(self.graph, here, self.producers.get(here))
+            if new := [v for v in before if v not in found]:
+                left += new
+                continue
+            joined = [*dict.fromkeys(p for v in before for p in found[v])]
+            found[left.pop()] = joined if whole or len(joined) > 1 else [here]
+        return found[value]
+
+    def makes_parts(self, node: Node) -> bool:
+        """Check for an operator that joins parts, or applies constants to joined ones, and so needs a wider grid."""
+        rescales = rescaled_from(self.graph, node) is not None
+        return is_join(node) or (rescales and len(self.parts(node.output)) > 1)
 
 
 def _read_of(graph: Graph, value: str, node: Node | None) -> tuple[list[str], bool]:
@@ -60,23 +69,18 @@ def _read_of(graph: Graph, value: str, node: Node | None) -> tuple[list[str], bo
     return ([] if before is None else [before]), False
 
 
-def makes_parts(graph: Graph, node: Node, producers: Mapping[str, Node]) -> bool:
-    """Check for an operator that joins parts, or applies constants to joined ones: its result needs a wider grid."""
-    return is_join(node) or (rescaled_from(graph, node) is not None and len(parts(graph, node.output, producers)) > 1)
-
-
 def output_joins(graph: Graph, also: Collection[str] = ()) -> list[Node]:
     """Return the operators that join or rescale parts of an output of the model, behind operators that move numbers.
 
     Args:
         also: results whose operators are returned, too, if they are an output.
     """
-    producers, left, out = graph.producers(), [*graph.outputs], dict[str, Node]()
+    joins, left, out = Joins(graph), [*graph.outputs], dict[str, Node]()
     while left:
-        node = producers.get(left.pop())
+        node = joins.producers.get(left.pop())
         if node is None or node.name in out:
             continue
-        if makes_parts(graph, node, producers):
+        if joins.makes_parts(node):
             out[node.name] = node
             left += graph.activations(node)
         elif node.output in also:

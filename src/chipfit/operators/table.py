@@ -104,6 +104,8 @@ UNKNOWN = OpDef(slots=("ins*",), view=True)
 def facts_of(op: str, attrs: Mapping[str, Any]) -> OpDef:
     """Return the row of an operator with the facts that hold for these attributes; `UNKNOWN` if it has no row."""
     row = OPS.get(op, UNKNOWN)
+    if not row.holds_if:
+        return row
     untrue: dict[str, Any] = {
         fact: False
         for fact, alternatives in row.holds_if.items()

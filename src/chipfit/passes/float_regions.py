@@ -23,6 +23,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.part_noise import PartOnGrid, describe, on_dictated_scale, parts_on_grid, squared_errors
 from chipfit.graph.ir import Graph, Node
+from chipfit.graph.joins import Joins
 from chipfit.graph.linear import products
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
@@ -84,6 +85,7 @@ def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorS
     well as by grids of their own, so that the conversions of a kernel in float would cost more.
     """
     dictated, out = dict(pair for c in assignment.constraints for pair in c.dictated), {}
+    joins = Joins(graph)
     for kernel, value in assignment.joins.items():
         slot, seen = assignment.tensors.get(value), stats.get(value)
         if slot is not None and seen is not None:
@@ -92,7 +94,7 @@ def lost_parts(graph: Graph, assignment: Assignment, stats: Mapping[str, TensorS
                 scale, zero_point = map(torch.tensor, dictated[value])
                 found = [on_dictated_scale(value, seen, QParams(scale, zero_point), grid)]
             else:
-                found = parts_on_grid(graph, assignment, stats, value, choose(seen, grid), grid)
+                found = parts_on_grid(joins, assignment, stats, value, choose(seen, grid), grid)
             worst = max(found, key=lambda p: p.noise - p.own_noise, default=None)
             if worst is not None and NOISE_COST * (worst.noise - worst.own_noise) > _CONVERSIONS:
                 out[kernel] = worst

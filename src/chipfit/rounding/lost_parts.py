@@ -13,7 +13,7 @@ from chipfit.calibration.data import as_batch
 from chipfit.decide.assignment import Assignment
 from chipfit.decide.part_noise import parts_on_grid
 from chipfit.graph.ir import Graph
-from chipfit.graph.joins import makes_parts
+from chipfit.graph.joins import Joins
 from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.ranges.qparams import QParams
@@ -38,13 +38,19 @@ def lost_part_warnings(graph: Graph, plan: Plan, assignment: Assignment, stats: 
         return []
     samples = limit_samples([as_batch(graph, inputs_on(graph.device, graph.example))], _SAMPLES)
     reference, warnings, reported = Reference(graph, samples), list[str](), set[str]()
-    for name, part, levels in suspects:
-        if part == name and name in reported:
+    floats = {k: t.with_(stored=None) for k, t in plan.tensors.items()}
+    left = [suspects]
+    while left:
+        group = [s for s in left.pop() if s[0] != s[1] or s[0] not in reported]
+        if not group:
             continue
-        alone = {k: t if k == name else t.with_(stored=None) for k, t in plan.tensors.items()}
-        loss = reference.loss(graph, replace(plan, tensors=alone))
-        if loss > LOSS:
-            reported.update(t for group in plan.ties if name in group for t in group)
+        tensors = {**floats, **{name: plan.tensors[name] for name, _, _ in group}}
+        loss = reference.loss(graph, replace(plan, tensors=tensors))
+        if loss > LOSS and len(group) > 1:  # otherwise none of them does harm
+            left += [group[len(group) // 2 :], group[: len(group) // 2]]
+        elif loss > LOSS:
+            ((name, part, levels),) = group
+            reported.update(t for tie in plan.ties if name in tie for t in tie)
             grid = "the grid that it shares with larger values" if part == name else f"the grid of '{name}'"
             warnings.append(
                 f"warning: '{part}' keeps {levels:.2g} of {plan[name].grid.levels} levels on {grid}: this alone costs "
@@ -62,9 +68,8 @@ def _suspects(
     The part of a tensor that shares its grid by a tie is the tensor itself.
     """
     suspects = list[tuple[str, str, float]]()
-    producers = graph.producers()
-    joins = (n for n in graph.nodes if makes_parts(graph, n, producers))
-    joined = {n.output for n in joins if plan.nodes[n.name].exec != "float"}
+    joins = Joins(graph)
+    joined = {n.output for n in graph.nodes if joins.makes_parts(n) and plan.nodes[n.name].exec != "float"}
     tied = {name for group in plan.ties for name in group}
     for name in sorted(tied | joined, key=lambda name: name not in joined):
         t = plan.tensors.get(name)
@@ -74,7 +79,7 @@ def _suspects(
         found = [(_levels(t), name)] if name in tied else []
         if name in joined:
             q = QParams(t.stored.scale, t.stored.zero_point)
-            found += [(p.levels, p.name) for p in parts_on_grid(graph, assignment, stats, name, q, t.stored.grid)]
+            found += [(p.levels, p.name) for p in parts_on_grid(joins, assignment, stats, name, q, t.stored.grid)]
         levels, part = min(found, default=(math.inf, name))
         if levels < enough:
             suspects.append((name, part, levels))

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, multinomial, randn
 from chipfit.calibration.collect import ValidTokens, without_padding
 from chipfit.engine.parts import part_labels
 from chipfit.graph.ir import Graph
-from chipfit.graph.joins import parts
+from chipfit.graph.joins import Joins
 from chipfit.quantizers.noise import decibels
 
 
@@ -30,21 +30,21 @@ def parts_of(graph: Graph, values: Mapping[str, Any], valid: ValidTokens | None 
         values: outputs by name.
         valid: positions that are not padding, as of `valid_tokens`.
     """
-    out = dict[str, Tensor]()
+    joins, out = Joins(graph), dict[str, Tensor]()
     for name in (o for o in dict.fromkeys(graph.outputs) if graph.is_float(o)):
         y = without_padding(values[name], valid)
-        labels = output_labels(graph, name, y) if y.shape == values[name].shape else None
+        labels = output_labels(joins, name, y) if y.shape == values[name].shape else None
         if labels is None:
             out[name] = y
         else:
-            places = ((part, (labels == k).flatten()) for k, part in enumerate(parts(graph, name, graph.producers())))
+            places = ((part, (labels == k).flatten()) for k, part in enumerate(joins.parts(name)))
             out |= {f"{part} in {name}": y.flatten(1)[:, here].unsqueeze(1) for part, here in places if here.any()}
     return out
 
 
-def output_labels(graph: Graph, output: str, y: Tensor) -> Tensor | None:
+def output_labels(joins: Joins, output: str, y: Tensor) -> Tensor | None:
     """Return `engine.parts.part_labels` of one sample of an output, [*y.shape[1:]]; None where sizes are not known."""
-    labels = part_labels(graph, output)
+    labels = part_labels(joins, output)
     try:
         return None if labels is None else labels.expand(1, *y.shape[1:])[0]
     except RuntimeError:  # axes that have taken the batch's place

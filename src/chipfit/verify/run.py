@@ -24,6 +24,7 @@ from chipfit.files import path_of
 from chipfit.frameworks.quantized import original_of
 from chipfit.graph.edit import live_values
 from chipfit.graph.ir import CPU, DYNAMIC, Graph
+from chipfit.graph.joins import Joins
 from chipfit.graph.placement import device_of, inputs_on
 from chipfit.plan.record import Plan
 from chipfit.plan.tables import with_integers
@@ -301,10 +302,10 @@ class Comparator:
         self, inputs: list[Tensor], label: Tensor | None, codes: Values, simulated: Values, device: Tensor
     ) -> None:
         """Compare with the float network and the end-to-end simulation; `device` is the device's first output."""
-        floats = run(self.of_user, inputs, keep=list(codes))
+        floats, joins, outputs = run(self.of_user, inputs, keep=list(codes)), Joins(self.graph), {*self.graph.outputs}
         for row in (r for r in self.out.rows if r.tensor in codes):
             name = row.tensor
-            labels = output_labels(self.graph, name, floats[name]) if name in self.graph.outputs else None
+            labels = output_labels(joins, name, floats[name]) if name in outputs else None
             row.add_end_to_end(codes[name], simulated[name], floats[name], self.plan[name], labels)
         first = floats[self.graph.outputs[0]]
         if label is not None and first.dim() == 2 and label.shape[:1] == first.shape[:1]:

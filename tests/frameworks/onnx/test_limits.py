@@ -11,6 +11,9 @@ from onnx import TensorProto, helper, numpy_helper
 from chipfit.engine.parts import part_labels
 from chipfit.errors import CaptureError
 from chipfit.frameworks import capture, load_model
+from chipfit.graph.joins import Joins
+from chipfit.pipeline import quantize
+from chipfit.rounding.compare import Reference
 
 INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 IMAGE = torch.ones(2, 1, 2, 2)
@@ -166,4 +169,27 @@ def test_a_chain_of_any_length_is_followed_from_the_output_on():
     graph = capture(
         load_model(model([*steps, node("Mul", ["y1200", "w"])], {"w": np.ones(4, np.float32)})), (torch.ones(2, 4),)
     )
-    assert part_labels(graph, graph.outputs[0]) is None
+    assert part_labels(Joins(graph), graph.outputs[0]) is None
+
+
+def test_parts_of_all_values_of_a_long_chain_are_found_in_linear_time():
+    steps = [node("Mul", ["x" if k == 0 else f"y{k}", "w"], f"y{k + 1}") for k in range(4000)]
+    constants = {"w": np.ones(4, np.float32)}
+    graph = capture(load_model(model([*steps, node("Relu", ["y4000"])], constants)), (torch.ones(2, 4),))
+    begun, joins = time.process_time(), Joins(graph)
+    assert not any(map(joins.makes_parts, graph.nodes))
+    assert time.process_time() - begun < 5
+
+
+def test_tied_tensors_that_do_no_harm_are_rounded_together(monkeypatch):
+    """A sum ties its operands; one run of the network for each of them would take time that grows with the square."""
+    count, runs, loss = 200, [], Reference.loss
+    monkeypatch.setattr(Reference, "loss", lambda *a, **k: runs.append(a) or loss(*a, **k))
+    weights = {f"w{k}": np.full(4, 1.0 if k else 300.0, np.float32) for k in range(count)}
+    nodes = [node("Mul", ["x", f"w{k}"], f"m{k}") for k in range(count)]
+    sums = [node("Concat", [f"m{k}" for k in range(count)], "y", axis=1)]
+    result = quantize(
+        load_model(model(nodes + sums, weights)), [torch.rand(8, 4) for _ in range(2)], "tflite_int8", progress=False
+    )
+    assert len(result.plan.ties[0]) > count and len(runs) < count / 2
+    assert all(len(t.origin) < 300 for t in result.plan.tensors.values())

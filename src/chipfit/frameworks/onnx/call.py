@@ -6,6 +6,7 @@ stay open. So shape arithmetic needs no symbols, and readers no inference of sha
 """
 
 import ast
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -320,7 +321,7 @@ class OnnxCall:
 
     # ---- results
 
-    @property
+    @functools.cached_property
     def origin(self) -> Origin:
         """The layer that the node belongs to: by the names of its weights, by PyTorch's metadata, or its own name.
 
