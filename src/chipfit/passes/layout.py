@@ -60,7 +60,10 @@ def change_layout(
     inputs = dict[str, Layout]()
     new = changed(inputs)
     for name in graph.inputs if change_io else ():
-        more = {**inputs, name: _target_layout(target, len(graph.shape(name)))}
+        layout = _target_layout(target, rank := len(graph.shape(name)))
+        if layout == natural_layout(rank):
+            continue
+        more = {**inputs, name: layout}
         if _transpositions(other := changed(more)) < _transpositions(new):
             new, inputs = other, more
     return new
