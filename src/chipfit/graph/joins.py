@@ -29,7 +29,7 @@ def rescaled_from(graph: Graph, node: Node) -> str | None:
 
 
 class Joins:
-    """What the values of a graph are joined of; each is looked up once."""
+    """The parts that values of a graph are joined of; each value is looked up once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.producers = graph, graph.producers()
