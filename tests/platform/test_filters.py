@@ -26,7 +26,7 @@ def test_equality_as_users_mean_it(pairs, same):
 @pytest.mark.parametrize("value", [NAN, [1.0, NAN], (1.0, (2.0, NAN)), {"a": 1.0, "b": {"c": NAN}}])
 def test_nan_is_found_wherever_it_stands(value):
     assert has_nan(value) and not any(has_nan(v) for v in ({"a": 1.0}, [], 1.0, "nan", None))
-    with pytest.raises(ValueError, match="nan is equal to nothing"):
+    with pytest.raises(ValueError, match="nan, which is equal to nothing"):
         where("a", "eq", value)
 
 

@@ -103,7 +103,7 @@ BAD = {
     "a fusion in no phase": ("V}]\nmath", "V, when: {phase: qaat}}]\nmath", "phase | qat"),
     "an unknown rounding": ("q_round: half_even", "w_round: half_odd", "math.w_round | half_away"),
     "a base without logarithm": (ZERO, "base: 2.0", "'base' has a meaning only in a format of kind log"),
-    "a key that is a list": (TITLE, "? [title]\n:", "a key is one word"),
+    "a key that is a list": (TITLE, "? [title]\n:", "a key must be one word"),
 }
 
 
@@ -271,7 +271,10 @@ def test_near_names_are_looked_for_among_names_of_any_type():
         (b"name: x\nformats: {a: {bits: 8, grid: .inf}}", "grid"),
         (b"name: x\nformats: {a: {bits: 17, kind: log}}", "at most 16 bits"),
         (b"name: x\nformats: {a: {bits: 17, kind: lut}}", "at most 16 bits"),
-        (b"name: x\nformats: {a: {bits: 1" + b"0" * 400 + b"}}", "bits is an integer of 1329 bits.*key formats.a"),
+        (
+            b"name: x\nformats: {a: {bits: 1" + b"0" * 400 + b"}}",
+            "bits must fit 64 bits, and is an.*1329 bits.*key formats.a",
+        ),
         (b"name: x\nextends: x", "extends itself"),
         (b'name: "\\ud800"', "surrogates not allowed|invalid Unicode character"),  # PyYAML's words, libyaml's
     ],

@@ -110,7 +110,7 @@ def _call_without_arguments(function: Callable[..., Any]) -> Any:
             return function()
     except TypeError as e:
         got = f"{getattr(function, '__name__', type(function).__name__)}: {e}"
-        allowed = "a function that is called without"
+        allowed = "a function without required arguments"
         raise DataError("The function that gives calibration data needs arguments", got=got, allowed=allowed) from None
     return function()
 

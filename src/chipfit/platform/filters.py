@@ -58,9 +58,9 @@ class AttributeFilter(BaseModel):
     @model_validator(mode="after")
     def _one_kind(self) -> AttributeFilter:
         if sum(x is not None for x in (self.attr, self.any_, self.all_)) != 1:
-            raise ValueError("a filter has exactly one of attr, any, all")
+            raise ValueError("a filter must have exactly one of attr, any, all")
         if has_nan(self.value):
-            raise ValueError("nan is equal to nothing and has no order: no layer satisfies the filter")
+            raise ValueError("a filter cannot compare with nan, which is equal to nothing and has no order")
         return self
 
     def match(self, config: Mapping[str, Any]) -> bool:

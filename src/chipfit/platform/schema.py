@@ -52,7 +52,7 @@ class _Record(BaseModel):
     def _moderate(cls, given: Any) -> Any:
         for key, value in given.items() if isinstance(given, dict) else ():
             if isinstance(value, int) and value.bit_length() > 63:
-                raise ValueError(f"{key} is an integer of {value.bit_length()} bits, which no chip counts with")
+                raise ValueError(f"{key} must fit 64 bits, and is an integer of {value.bit_length()} bits")
         return given
 
     @model_validator(mode="after")

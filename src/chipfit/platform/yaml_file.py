@@ -38,7 +38,7 @@ class YamlFile:
         except yaml.YAMLError as e:
             mark = getattr(e, "problem_mark", None)
             line = f":{mark.line + 1}" if mark else ""
-            raise failure(f"This is not valid YAML: {getattr(e, 'problem', e)}", where=f"{file}{line}") from None
+            raise failure(f"The file is not valid YAML: {getattr(e, 'problem', e)}", where=f"{file}{line}") from None
         if not isinstance(data, dict):
             raise failure("The file must hold a table of keys", where=file, got=type(data).__name__)
         self.data: dict[str, Any] = data
@@ -108,7 +108,7 @@ class _Loader(_BASE):  # type: ignore[misc]  # one of two
         seen: set[Any] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key is one word", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "a key must be one word", key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key.value}' is given twice", key.start_mark)
             seen.add(key.value)
