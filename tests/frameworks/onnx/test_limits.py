@@ -193,3 +193,24 @@ def test_tied_tensors_that_do_no_harm_are_rounded_together(monkeypatch):
     )
     assert len(result.plan.ties[0]) > count and len(runs) < count / 2
     assert all(len(t.origin) < 300 for t in result.plan.tensors.values())
+
+
+def test_what_no_output_needs_refuses_no_file():
+    """Labels of classes, and branches of other domains or on sequences, whose results nothing reads."""
+    branch = [
+        helper.make_node("ZipMap", ["x"], ["map"], domain="ai.onnx.ml", classlabels_int64s=[0, 1]),
+        node("SequenceConstruct", ["x", "x"], "pair"),
+        node("Constant", [], "text", value_strings=["cat", "dog"]),
+        node("Frobnicate", ["x"], "z"),
+    ]
+    proto = model([*branch, node("Relu", ["x"])])
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    proto.graph.initializer.append(helper.make_tensor("labels", TensorProto.STRING, [2], [b"cat", b"dog"]))
+    before = proto.SerializeToString()
+    graph = capture(load_model(proto), (torch.ones(2, 4),))
+    assert [n.op for n in graph.nodes] == ["Relu"]
+    assert proto.SerializeToString() == before
+    read = model([node("Relu", ["x"]), node("Identity", ["labels"], "l")])
+    read.graph.initializer.append(proto.graph.initializer[0])
+    read.graph.output.append(helper.make_tensor_value_info("l", TensorProto.STRING, [2]))
+    refused(read, "'labels' holds no numbers.*Got: string")

@@ -126,6 +126,7 @@ def test_external_data_of_tensors_in_functions_and_inner_graphs_are_checked_too(
     inner = helper.make_graph([constant], "inner", [], [helper.make_tensor_value_info("y", 1, None)])
     model = model_with(numpy_helper.from_array(np.ones(3, "f4"), "w"))
     model.graph.node.append(helper.make_node("If", ["c"], ["z"], then_branch=inner, else_branch=inner))
+    model.graph.output.append(helper.make_tensor_value_info("z", 1, None))
     refused(model, tmp_path, "lie elsewhere")
 
 

@@ -20,6 +20,7 @@ from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.files import existing_file, wrap_read_errors
 from chipfit.frameworks.onnx.integers import is_foreign, is_quantized
 from chipfit.frameworks.onnx.limits import MOST_ELEMENTS
+from chipfit.frameworks.onnx.live import without_unread
 from chipfit.frameworks.onnx.stored import StoredWeights, without_weights
 
 #: domains whose operators are known
@@ -119,9 +120,11 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
         return model
     where = str(file or "")
     try:
+        given = isinstance(model, onnx.ModelProto)
         if isinstance(model, ir.Model):
             model = ir.to_proto(model)
         proto = model if isinstance(model, onnx.ModelProto) else onnx.ModelProto.FromString(bytes(model))
+        proto = without_unread(proto, copy=given)
         _check_proto(proto, stored := StoredWeights(file and file.parent), where)
         own = {f.domain for f in proto.functions}
         _check_domains([n for n in proto.graph.node if n.domain not in own], where)  # their types may be unreadable
