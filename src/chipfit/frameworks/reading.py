@@ -65,6 +65,16 @@ def steps_from_zero(step: Callable[..., T], ones: T, one: T) -> T:
     return result
 
 
+def chunk_sizes(length: int, each: int, most: int = 1 << 30) -> list[int]:
+    """Return the sizes of at most so many chunks of `each` elements, of which the last may have fewer.
+
+    >>> chunk_sizes(5, 2)
+    [2, 2, 1]
+    """
+    require(each > 0 and length <= most * each)
+    return [min(each, length - k) for k in range(0, length, each)]
+
+
 def split_padding(
     padding: Sequence[tuple[int, int]], sizes: Sequence[int | None]
 ) -> tuple[list[tuple[int, int, int]], tuple[tuple[int, int], ...]]:

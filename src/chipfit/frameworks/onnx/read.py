@@ -13,7 +13,7 @@ import torch
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.model import domain_of
-from chipfit.frameworks.reading import Unreadable, present, require, split_padding
+from chipfit.frameworks.reading import Unreadable, chunk_sizes, present, require, split_padding
 from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, by_name, enters, read_column, reader_of
 
 Reader = Callable[[OnnxCall], Any]
@@ -687,10 +687,9 @@ def _end_of(ends: Sequence[int], sizes: Sequence[int]) -> int | None:
 def _split(c: OnnxCall) -> Any:
     x, sizes, axis = c.operand(0), c.integers("split", 1), c.attr("axis")
     if "split" not in c.node.attributes and c.optional(1) is None:
-        length, parts = x.shape[axis], len(c.outputs)
-        require(length is not None)
-        each = -(-length // parts)
-        sizes = tuple(min(each, length - k * each) for k in range(parts))
+        length, parts = present(x.shape[axis]), len(c.outputs)
+        sizes = tuple(chunk_sizes(length, -(-length // parts)))
+        require(len(sizes) == parts)
     return c.steps("Split", [x], c.outputs, axis=axis, sizes=sizes)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from chipfit.errors import CaptureError
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
-from chipfit.frameworks.reading import Unreadable, present, require
+from chipfit.frameworks.reading import Unreadable, chunk_sizes, present, require
 
 _MOST = 1_000  #: parts of a tensor
 _HINT = "export the model with the tensors themselves, of one size, in place of a list"
@@ -62,16 +62,11 @@ def _split(c: OnnxCall) -> list[Operand]:
     x = c.operand(0)
     axis, given = c.attr("axis") % x.rank, c.optional(1)
     each = np.array(1) if given is None else present(given.constant)
-    sizes = [int(s) for s in each] if each.ndim else _chunks(present(x.shape[axis]), int(each))
+    sizes = [int(s) for s in each] if each.ndim else chunk_sizes(present(x.shape[axis]), int(each), _MOST)
     parts = c.steps("Split", [x], [f"{c.name}_{k}" for k in range(len(sizes))], axis=axis, sizes=tuple(sizes))
     if given is not None or c.attr("keepdims"):
         return parts
     return [c.step("Squeeze", [p], axes=(axis,)) for p in parts]
-
-
-def _chunks(length: int, each: int) -> list[int]:
-    require(each > 0 and length <= _MOST * each)
-    return [min(each, length - k) for k in range(0, length, each)]
 
 
 def _concat(c: OnnxCall) -> Operand:
