@@ -328,10 +328,8 @@ def quantize(
     check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
-    from chipfit.calibration.data import add_states
     from chipfit.cli.choices import arguments, read_choices
-    from chipfit.cli.inputs import generated_data, inputs_of, load_data, load_model, parse_bits, parse_limits
-    from chipfit.frameworks import adapter_of, framework_of
+    from chipfit.cli.inputs import generated_data, load_model, parse_bits, parse_limits
 
     # refuse before any work what cannot be written
     (suffix, form), io_options = _suffix(platform, wanted), _io_options(io, labels, keep_layout)
@@ -346,8 +344,7 @@ def quantize(
     network = load_model(model, weights, device, requantize=requantize)
     batches = generated_data(data, network, input_size or SIDE, chosen["seed"], shape)
     if batches is None:
-        batches = load_data(data, input_size, mean, std, **inputs_of(network))
-        batches = add_states(batches, adapter_of(framework_of(network)).steps(network))
+        batches = _load_with_states(network, data, input_size, mean, std)
     if stream:
         sequences = list(batches)
         step = chipfit.streaming(network, sequences[0])
@@ -358,6 +355,16 @@ def quantize(
         typer.echo("interrupted: writing the results so far; press Ctrl-C again to stop this as well", err=True)
         _write_outputs(e.result, out, suffix, io_options, batches, False, INTERRUPTED_STATUS)
     _write_outputs(result, out, suffix, io_options, batches, check)
+
+
+def _load_with_states(network: Any, data: str, *of_images: Any) -> Any:
+    """Load batches for a network, with the states of one that computes a single step of a sequence."""
+    from chipfit.calibration.data import add_states
+    from chipfit.cli.inputs import inputs_of, load_data
+    from chipfit.frameworks import adapter_of, framework_of
+
+    batches = load_data(data, *of_images, **inputs_of(network))
+    return add_states(batches, adapter_of(framework_of(network)).steps(network))
 
 
 @command(app)

@@ -99,17 +99,16 @@ def verify(
     require(found)
     quantized, inner = _compared_tensors(graph, plan)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        suffix = found.declares.suffix
-        file = given or export(graph, plan, Path(folder) / f"model{suffix}", platform)
+        file = given or export(graph, plan, Path(folder) / f"model{found.declares.suffix}", platform)
         device = found.thing(file, [*(found.declares.codes.format(v) for v in quantized), *inner])
-        read_back = format_of(suffix).declares.stored
-        in_file = read_back(file) if read_back is not None else {}
+        in_file = _constants_in(file, found.declares.suffix)
     out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
     out.other_rule = bool(platform.math.requant) and not out.promised
     out.executed, out.not_modelled = dict(device.executed()), [*features_with_other_results(platform)]
-    comparator = Comparator(graph, plan, platform, device, found.declares, model, out, set(in_file), end_to_end_samples)
+    held = set(in_file or ())
+    comparator = Comparator(graph, plan, platform, device, found.declares, model, out, held, end_to_end_samples)
     comparator.list_tensors(quantized, inner)
-    if read_back is not None:
+    if in_file is not None:
         comparator.compare_file(quantized, in_file)
     if hasattr(device, "warnings"):
         out.warnings += device.warnings(platform)
@@ -119,10 +118,22 @@ def verify(
                 comparator.add(*part)
     if out.samples == 0:
         raise DataError("There are no data to verify on", hint="give at least one batch")
-    if out.calibrated:
-        share = "all samples" if out.calibrated == out.samples else f"{out.calibrated} of the {out.samples} samples"
-        out.warnings.append(f"{share} are calibration data: accuracy and noise on them are better than on new data")
+    out.warnings += _on_known_samples(out)
     return out
+
+
+def _on_known_samples(out: Verification) -> list[str]:
+    """Return the warning that samples are those of the calibration."""
+    if not out.calibrated:
+        return []
+    share = "all samples" if out.calibrated == out.samples else f"{out.calibrated} of the {out.samples} samples"
+    return [f"{share} are calibration data: accuracy and noise on them are better than on new data"]
+
+
+def _constants_in(file: Path, suffix: str) -> dict[str, FileTensor] | None:
+    """Return the tensors that a file holds; None if its format has no reader."""
+    read_back = format_of(suffix).declares.stored
+    return None if read_back is None else dict(read_back(file))
 
 
 def _compared_tensors(graph: Graph, plan: Plan) -> tuple[list[str], list[str]]:
