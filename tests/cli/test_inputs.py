@@ -199,6 +199,26 @@ def test_an_npz_with_a_state_is_one_call_and_a_folder_of_them_is_several(tmp_pat
         load_data(str(tmp_path / "0.npz"), names=[*call], sizes=sizes)
 
 
+def test_an_axis_of_calls_in_front_of_the_declared_ones_holds_several_calls(tmp_path):
+    """An input whose first axis holds no samples, as a state or a sequence, has no other place for several of them."""
+    sizes = {"input": (1, 576), "state": (2, 1, 128), "sr": ()}
+    arrays = {"input": np.ones((5, 576)) * np.arange(5)[:, None], "state": np.zeros((5, 2, 1, 128)), "sr": np.array(16)}
+    np.savez(tmp_path / "calls.npz", **arrays)
+    batches = load_data(str(tmp_path / "calls.npz"), names=[*sizes], sizes=sizes)
+    assert [[tuple(x.shape) for x in b] for b in batches] == [[(1, 576), (2, 1, 128), ()]] * 5
+    assert [float(b[0].mean()) for b in batches] == [0, 1, 2, 3, 4]
+    np.savez(tmp_path / "calls.npz", **{**arrays, "input": np.ones((7, 576))})
+    with pytest.raises(
+        DataError, match=r"different numbers of calls.*input \[7, 576\].*5 calls.*axis of calls in front"
+    ):
+        load_data(str(tmp_path / "calls.npz"), names=[*sizes], sizes=sizes)
+    np.save(tmp_path / "frames.npy", np.zeros((6, 5, 8)))
+    np.savez(tmp_path / "one.npz", frames=np.zeros((6, 5, 8)), y=np.arange(30))
+    assert [len(x) for x in load_data(str(tmp_path / "frames.npy"), sizes={"frames": (5, 8)})] == [5] * 6
+    one = load_data(str(tmp_path / "one.npz"), names=["frames"], sizes={"frames": (5, 8)})
+    assert [(tuple(x.shape), len(y)) for x, y in one] == [((5, 8), 5)] * 6
+
+
 def test_batches_have_the_size_that_the_model_declares(tmp_path):
     np.savez(tmp_path / "d.npz", a=np.zeros((40, 3)), b=np.zeros((40, 2)), y=np.arange(40))
     sizes = {"a": (20, 3), "b": (20, 2)}

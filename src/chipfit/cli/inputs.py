@@ -176,6 +176,11 @@ def _npz(path: Path, names: Sequence[str], sizes: Mapping[str, Sequence[int | No
         allowed = "an array of numbers named x, batch first (and y for labels)"
         allowed += f"; or {', '.join(names)}" if {*names} - {"x"} else ""
         raise DataError("Data file has no inputs", where=str(path), got=got, allowed=allowed)
+    if y is not None and y.dtype.kind in "iu":
+        y = y.astype(np.int64)
+    if stacked := [k for k, x in given.items() if _is_stacked(x.shape, sizes.get(k, ()))]:
+        columns = _calls(path, _tensors(given | ({} if y is None or by_name else {"y": y})), stacked)
+        return _batches(columns, list(given) if by_name else [])
     counted = _with_samples(path, given, sizes)
     first, whole = given[counted[0]], len(counted) < len(given)
     if y is not None and (y.shape[:1] != first.shape[:1] or y.dtype.kind not in "iu"):
@@ -184,11 +189,39 @@ def _npz(path: Path, names: Sequence[str], sizes: Mapping[str, Sequence[int | No
         raise DataError("Labels do not fit the inputs", where=str(path), got=got, allowed=allowed, hint=hint)
     count = len(first) if whole else _batch_of(given, sizes)
     columns = [torch.split(x, count) if k in counted else (x,) for k, x in _tensors(given).items()]
-    if by_name:
-        return [dict(zip(given, row, strict=True)) for row in zip(*columns, strict=True)]
-    if y is not None:
-        columns.append(torch.from_numpy(y.astype(np.int64)).split(count))
+    if y is not None and not by_name:
+        columns.append(torch.from_numpy(y).split(count))
+    return _batches(columns, list(given) if by_name else [])
+
+
+def _batches(columns: Sequence[Sequence[torch.Tensor]], names: Sequence[str]) -> list[Any]:
+    """Return calls of which each column has one argument, by name if there are names."""
+    if names:
+        return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
+
+
+def _is_stacked(shape: Sequence[int], declared: Sequence[int | None]) -> bool:
+    """Return whether an array has an axis of calls in front of those that the model declares."""
+    rest = zip(shape[1:], declared, strict=False)
+    return len(shape) == len(declared) + 1 > 1 and all(d in (None, s) for s, d in rest)
+
+
+def _calls(path: Path, arrays: Mapping[str, torch.Tensor], stacked: Sequence[str]) -> list[Sequence[torch.Tensor]]:
+    """Return the part of each call by array: an element of a stacked one, an equal share of rows, or the whole scalar.
+
+    Raises:
+        DataError: they do not have as many calls.
+    """
+    count = len(arrays[stacked[0]])
+    for k, x in arrays.items():
+        if x.dim() and (not count or (len(x) != count if k in stacked else len(x) % count)):
+            got, allowed = f"{k} {list(x.shape)}", f"{count} calls on axis 0, as in {stacked[0]}"
+            hint = "give every array an axis of calls in front, or a folder of .npz files with one call each"
+            what = "Arrays of the data file have different numbers of calls"
+            raise DataError(what, where=str(path), got=got, allowed=allowed, hint=hint)
+    shared = {k: x.split(len(x) // count) if x.dim() else [x] * count for k, x in arrays.items()}
+    return [x.unbind(0) if k in stacked else shared[k] for k, x in arrays.items()]
 
 
 def _with_samples(path: Path, given: Mapping[str, np.ndarray], sizes: Mapping[str, Sequence[int | None]]) -> list[str]:
@@ -253,7 +286,7 @@ def _npy(files: Sequence[Path], sizes: Mapping[str, Sequence[int | None]]) -> li
     for x in (_array_of(f) for f in files):
         fits = [d in (None, s) for d, s in zip(declared[1:], x.shape, strict=False)]
         sample = len(x.shape) == len(declared) - 1 and all(fits)
-        found.append(x[None] if sample else x)
+        found += x.unbind(0) if _is_stacked(x.shape, declared) else [x[None] if sample else x]
     if len({x.shape[1:] for x in found}) == 1:
         found = [torch.cat(found)]
     return [part for x in found for part in x.split(_batch_of(sizes, sizes) if declared else _BATCH)]
