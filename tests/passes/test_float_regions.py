@@ -315,6 +315,11 @@ def test_a_kernel_outputs_what_takes_the_fewest_conversions(rows, given, label):
     assert Paper(("k", "int", "x"), *rows, modes={"k": BOTH}, **given).labels() == {"k": label}
 
 
+def test_an_output_of_the_model_is_stored_in_integers_unless_it_is_the_sums_of_a_kernel():
+    for modes, label in ((BOTH, "float"), (ALL, "codes")):
+        assert Paper(("k", "int", "x"), outputs="k", modes={"k": modes}).labels() == {"k": label}
+
+
 @pytest.mark.parametrize(
     "reads, given, label",
     [
