@@ -214,3 +214,35 @@ def test_what_no_output_needs_refuses_no_file():
     read.graph.initializer.append(proto.graph.initializer[0])
     read.graph.output.append(helper.make_tensor_value_info("l", TensorProto.STRING, [2]))
     refused(read, "'labels' holds no numbers.*Got: string")
+
+
+def calling(count, functions, opset=20):
+    """Return a chain of calls of the last function, `F0(a) = -relu(a)`, `F1(a) = F0(a)`, ..."""
+    ways = [helper.make_opsetid("", opset), helper.make_opsetid("own", 1)]
+    bodies = [[node("Relu", ["a"], "t"), node("Neg", ["t"], "b")]]
+    bodies += [[node(f"F{k}", ["a"], "b", domain="own")] for k in range(functions - 1)]
+    last = f"F{functions - 1}"
+    proto = model([node(last, [f"v{k}" if k else "x"], f"v{k + 1}", domain="own") for k in range(count)])
+    proto.graph.output[0].name = f"v{count}"
+    proto.opset_import.append(ways[1])
+    for k, body in enumerate(bodies):
+        proto.functions.append(helper.make_function("own", f"F{k}", ["a"], ["b"], body, ways))
+    return proto
+
+
+def test_many_calls_of_a_function_take_linear_time_and_their_nodes_have_names_of_their_own():
+    begun = time.process_time()
+    proto = calling(4000, 1)
+    proto.functions[0].node[0].name = "first"
+    names = [n.name for n in load_model(proto).graph if n.op_type == "Relu"]
+    assert len({*names}) == 4000
+    assert time.process_time() - begun < 10
+
+
+def test_functions_that_call_one_another_too_deep_or_have_another_opset_are_refused():
+    assert len(load_model(calling(2, 60)).graph) == 4
+    refused(calling(1, 2000), "call one another too deep")
+    recursive = calling(1, 2)
+    recursive.functions[0].node[0].op_type, recursive.functions[0].node[0].domain = "F1", "own"
+    refused(recursive, "call one another too deep.*none of itself")
+    refused(calling(1, 1, opset=13), "'own.F0' has other versions.*Got: 13.*Allowed: 20")

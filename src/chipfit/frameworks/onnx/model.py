@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx.inliner
 import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
 
 from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.files import existing_file, wrap_read_errors
@@ -22,12 +22,14 @@ from chipfit.frameworks.onnx.integers import is_foreign, is_quantized
 from chipfit.frameworks.onnx.limits import MOST_ELEMENTS
 from chipfit.frameworks.onnx.live import without_unread
 from chipfit.frameworks.onnx.stored import StoredWeights, without_weights
+from chipfit.graph.edit import unique_name
 
 #: domains whose operators are known
 DOMAINS = ("", "com.microsoft")
 _NEWEST = onnx.defs.onnx_opset_version()
 _OLDEST = 1
 _MOST_NODES = 100_000
+_DEEPEST = 64  #: calls of functions and graphs inside one another
 _TYPES = {code: name.lower() for name, code in onnx.TensorProto.DataType.items()}
 _NUMERIC = {code for code, name in _TYPES.items() if name not in ("undefined", "string")}
 #: fields of a tensor that hold numbers, and how many numbers of few bits one entry holds at most
@@ -129,11 +131,9 @@ def opened(model: Any, file: Path | None = None) -> OnnxModel:
         own = {f.domain for f in proto.functions}
         _check_domains([n for n in proto.graph.node if n.domain not in own], where)  # their types may be unreadable
         _check_functions(proto, where)
-        read = ir.from_proto(proto)
+        read = ir.from_proto(_inlined(proto, where) if proto.functions else proto)
         if file is not None:
             ir.external_data.set_base_dir(read.graph, file.parent)
-        if read.functions:
-            read = InlinePass()(read).model
         read.graph.sort()
         for value in read.graph.inputs:  # some exporters write -1 for a size that is open
             if value.shape is not None and any(isinstance(d, int) and d < 0 for d in value.shape):
@@ -194,20 +194,44 @@ def _check_inputs(inputs: Sequence[ir.Value], where: str) -> None:
 
 
 def _check_functions(proto: onnx.ModelProto, where: str) -> None:
-    """Check the number of nodes that are left after functions are inlined, which can grow with 2^depth."""
-    bodies = {(f.domain, f.name): f.node for f in proto.functions}
-    sizes: dict[tuple[str, str], int] = {}
+    """Check how deep functions call one another, and the number of nodes once they are inlined, at most 2^depth."""
+    bodies = {(f.domain, f.name, f.overload): f.node for f in proto.functions}
+    sizes: dict[tuple[str, str, str], int] = {}
 
-    def size_of(nodes: Any) -> int:
+    def size_of(nodes: Any, depth: int) -> int:
+        if depth > _DEEPEST:
+            what, hint = "Functions of the ONNX model call one another too deep", "inline them: onnx.inliner"
+            raise CaptureError(what, where=where, allowed=f"{_DEEPEST} calls, none of itself", hint=hint)
         total = 0
-        for key in ((n.domain, n.op_type) for n in nodes):
+        for node in nodes:
+            key = (node.domain, node.op_type, node.overload)
             if key in bodies and key not in sizes:
-                sizes[key] = 0  # while it is counted: the inliner refuses a function that calls itself
-                sizes[key] = size_of(bodies[key])
-            total += sizes.get(key, 1)
+                sizes[key] = size_of(bodies[key], depth + 1)
+            inner = [g for a in node.attribute for g in (a.g, *a.graphs)]
+            total += sizes.get(key, 1) + sum(size_of(g.node, depth + 1) for g in inner)
         return total
 
-    _check_count(size_of(proto.graph.node), where)
+    _check_count(size_of(proto.graph.node, 0), where)
+
+
+def _inlined(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """Return a model with the bodies of functions in place of their calls, and different names of nodes.
+
+    Raises:
+        CaptureError: A function has other versions of operators than the model.
+    """
+    proto = onnx.inliner.inline_local_functions(proto)
+    if proto.functions:
+        left, hint = proto.functions[0], "onnx.version_converter brings both to one version"
+        what = f"Function '{left.domain}.{left.name}' has other versions of operators than the ONNX model"
+        got, allowed = (", ".join(f"{o.domain} {o.version}" for o in x.opset_import) for x in (left, proto))
+        raise CaptureError(what, where=where, got=got.strip(), allowed=allowed.strip(), hint=hint)
+    taken, counts = set[str](), dict[str, int]()
+    for node in proto.graph.node:
+        if node.name:
+            node.name = unique_name(node.name, taken, counts)
+            taken.add(node.name)
+    return proto
 
 
 def _check_external(tensor: onnx.TensorProto, stored: StoredWeights, where: str) -> None:
