@@ -547,3 +547,19 @@ def test_modules_whose_tensors_a_function_reads_are_of_the_class_that_computes_i
     conv, fc = (kinds[k] if "linear" in in_float else kinds[k].layer for k in ("conv", "fc"))
     assert (type(conv), type(fc)) == (nn.Conv2d, nn.Linear) and conv.padding == (1, 1)
     torch.testing.assert_close(conv(x), F.conv2d(x, model.conv.weight, model.conv.bias, padding=1))
+
+
+def test_a_layer_of_a_class_that_only_has_the_name_of_one_of_pytorch_is_a_plain_module():
+    class RMSNorm(nn.Module):
+        def __init__(self, heads):
+            super().__init__()
+            self.gain = nn.Parameter(torch.rand(heads, 1) + 0.5)
+
+        def forward(self, x):
+            return F.normalize(x, dim=-1) * self.gain
+
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(6, 8), nn.Unflatten(1, (2, 4)), RMSNorm(2)), torch.randn(8, 6)
+    model = _fit(net, x, overrides={"2": "float"}).model
+    assert net.state_dict().keys() <= model.state_dict().keys()
+    torch.testing.assert_close(model(x), net(x), atol=0.05, rtol=0)

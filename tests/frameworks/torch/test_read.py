@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from chipfit.engine.run import run
-from chipfit.frameworks.torch.capture import capture
+from chipfit.frameworks.torch.capture import capture, export
 from chipfit.frameworks.torch.read import READERS, enter_cell
+from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.ir import OPAQUE
 from tests.build import model_of
 
@@ -35,6 +36,23 @@ def test_a_softmax_computes_in_the_type_that_it_names():
 def test_an_einsum_that_is_one_product_is_read_as_one(equation, ops):
     found = nodes(lambda x: torch.einsum(equation, x, x + 1), torch.randn(2, 4, 6, 6))
     assert [n.op for n in found if n.op != "Add"] == ops
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: torch.einsum("...ab,...ac->...bc", x, x + 1),
+        lambda x: torch.einsum("bhij,hg->bgij", x, torch.ones(4, 3)),
+        lambda x: torch.einsum("bhij,bhij,bhij->bh", x, x, x),
+        lambda x: torch.quantile(x, torch.tensor([0.2, 0.7]), dim=1),
+    ],
+)
+def test_what_has_no_decomposition_of_ours_gets_that_of_pytorch_in_exported_programs_too(f):
+    model, x = model_of(lambda m, x: f(x)), torch.randn(2, 4, 6, 6)
+    for graph in (capture(model, (x,), {}), translate(export(model, (x,), {}), model, ((x,), {}), f(x))):
+        (got,) = run(graph, [x]).values()
+        torch.testing.assert_close(got, f(x))
+        assert all(n.op != OPAQUE for n in graph)
 
 
 # ---------------------------------------------------------------- attributes, where results could not tell
@@ -266,7 +284,6 @@ def test_functions_of_torch_are_read_as_the_operators_that_compute_them(name):
 WHOLE = {
     "products along a long axis": (lambda x: torch.cumprod(x, 1), torch.rand(2, 600) + 0.5),
     "extremes of conditions": (lambda x: torch.cummax(x > 0, 1)[0], POINTS),
-    "several shares": (lambda x: torch.quantile(x, torch.tensor([0.1, 0.9]), dim=1), POINTS),
 }
 
 

@@ -26,16 +26,25 @@ def decomposition_of(op: Any, default: Callable[..., Any] | None = None) -> Call
     """
     if (name := aten_name(op)) not in DECOMPOSED:
         return None
-    if name in _OWN:
-        return _OWN[name]
-    return default or (op.decompose if op._can_decompose() else torch._decomp.decomposition_table.get(op))
+    own = _OWN.get(name)
+    if not op._can_decompose():
+        return own or default or torch._decomp.decomposition_table.get(op)
+    usual = default or op.decompose  # no tracer can leave it whole
+    if own is None:
+        return usual
+
+    def own_or_usual(*args: Any, **kwargs: Any) -> Any:
+        made = own(*args, **kwargs)
+        return usual(*args, **kwargs) if made is NotImplemented else made
+
+    return own_or_usual
 
 
-def _einsum(equation: str, operands: Sequence[Tensor], **settings: Any) -> Any:
+def _einsum(equation: str, operands: Sequence[Tensor], path: Any = None) -> Any:
     """Compute an einsum as one matrix product where it is one; PyTorch's decomposition adds axes of size 1."""
     product = as_product(equation) if len(operands) == 2 else None
     if product is None or operands[0].shape[product.left[-1]] != operands[1].shape[product.right[-2]]:
-        return torch.ops.aten.einsum.default.decompose(equation, operands, **settings)
+        return NotImplemented
     a, b = (_permuted(x, perm) for x, perm in zip(operands, product, strict=False))
     return _permuted(a @ b, product.result)
 

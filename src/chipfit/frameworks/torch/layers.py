@@ -44,7 +44,9 @@ def _class_name(node: Node, rank: int | None) -> str:
 
 def _whole(cls: type[nn.Module], settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module | None:
     """Return a layer of a class with these settings; None if it takes others, or has other weights."""
-    if not settings.keys() <= inspect.signature(cls).parameters.keys():
+    try:
+        inspect.signature(cls).bind(**settings)
+    except TypeError:  # a user's class of the same name, or another way to compute it
         return None
     with torch.device("meta"):
         whole = cls(**settings)

@@ -179,6 +179,7 @@ class _Size(int):
 
     run: "_Run"
     slope: Fraction
+    __hash__ = None  # type: ignore[assignment]  # as a symbol: a cache by sizes computes anew
 
     @property
     def intercept(self) -> Fraction:
@@ -208,13 +209,15 @@ def _size_method(name: str) -> Callable[..., Any]:
                 slope = size.slope * other
             elif name == "floordiv" and not other_slope and other and not size.intercept and not size.slope % other:
                 slope = size.slope // other
+            elif name == "mod" and not other_slope and other and not size.slope % other:
+                slope = 0
         return size.run.give_up() if slope is None else size.run.size(plain(size, *operands), slope)
 
     return method
 
 
 for _name in """add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod divmod rdivmod pow rpow lshift
-        rlshift rshift rrshift and rand or ror xor rxor lt le gt ge eq ne bool hash float int index trunc round floor
+        rlshift rshift rrshift and rand or ror xor rxor lt le gt ge eq ne bool float int index trunc round floor
         ceil abs neg invert""".split():
     setattr(_Size, f"__{_name}__", _size_method(_name))
 
@@ -245,6 +248,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         self.graph = torch.fx.Graph()
         self.calls = WeakIdKeyDictionary()  #: tensor -> the node that made it
         self.metadata: list[tuple[str, Any]] = []  #: (function, result) of each read of tensors' metadata
+        self._last_read: tuple[Any, ...] = ()  #: the function and operands of the last read, if no call came since
         self.function: tuple[str, str] | None = None  #: the last torch function, as torch.export writes it
         self.failed = False  #: also if the model catches the exception
         self.short = set[str]()  #: float types that the model casts to, read as float32
@@ -304,8 +308,11 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             self.calls[args[0]].meta["is_measured"] = True
         if name not in ("__get__", *_READERS, *_METADATA.split()):
             self.give_up()
-        k = len(self.metadata)
-        self.metadata.append((name, result))
+        # a cache reads sizes again that it cannot look up
+        if len(read := (function, *args)) != len(self._last_read) or not all(map(_is_same, read, self._last_read)):
+            self.metadata.append((name, result))
+            self._last_read = read
+        k = len(self.metadata) - 1
         if self.before is None:
             return result
         old_name, old = self.before.metadata[k] if k < len(self.before.metadata) else ("", None)
@@ -328,6 +335,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
 
     def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, and make it."""
+        self._last_read = ()
         if op in _READS:
             return self._read(op, args)
         by_integers = op is torch.ops.aten.index.Tensor and _are_integers(args[1])
@@ -447,6 +455,11 @@ def _is_open(value: Any) -> bool:
     """Return whether a size of a result, or of one of several, is open."""
     tensors = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, SymbolicTensor)]
     return any(isinstance(size, OpenSize) for v in tensors for size in v.shape)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two operands of reads are one object, or equal functions or constants."""
+    return a is b or (not isinstance(a, torch.Tensor) and type(a) is type(b) and bool(a == b))
 
 
 def _are_integers(indices: Any) -> bool:
