@@ -108,7 +108,10 @@ def results(graph, plan, name="onnxruntime"):
 def test_an_operator_runs_in_float_where_its_kernel_cannot_have_it():
     graph, plan = chain("Sigmoid", "Softmax")
     assert results(graph, plan) == set() and results(*chain("Erf")) == {"v1"}
-    assert results(graph, replace(plan, nodes={**plan.nodes, "n0": NodePlan(name="n0", op="Sigmoid")})) == {"v1"}
+    in_float = replace(plan, nodes={k: replace(n, exec="float") for k, n in plan.nodes.items()})
+    assert results(graph, in_float) == {"v2"}  # a sigmoid between integers runs in its integer kernel all the same
+    assert results(graph, replace(in_float, float_edges=frozenset({("x", "n0")}))) == {"v1", "v2"}
+    assert results(graph, in_float, "litert_reference") == {"v1", "v2"}
     assert results(graph, replace(plan, nodes={"n0": plan.nodes["n0"]})) == {"v2"}
     for name, found in (("x", {"v1"}), ("v1", {"v1", "v2"}), ("v2", {"v2"})):
         wide = {**plan.tensors, name: tensor(name, bits=16)}

@@ -85,10 +85,13 @@ def prove(tmp_path, op, operands, result, attrs=None, exec="int", in_float=False
     assert (ran.get("DequantizeLinear", 0) > 1) == in_float, ran  # one is the result's
 
 
+@pytest.mark.parametrize("exec", ["int", "float"])
 @pytest.mark.parametrize("scales", [(0.05, 0.07), (0.5, 0.75), (0.03, 0.31)])
 @pytest.mark.parametrize("op", ["Add", "Mul"])
-def test_every_pair_of_codes(tmp_path, op, scales):
-    prove(tmp_path, op, [Codes(A, scales[0], 3), Codes(B, scales[1], -7)], Codes(A, 1.0 if scales[0] > 0.4 else ONE, 5))
+def test_every_pair_of_codes(tmp_path, op, scales, exec):
+    """An operator in float between integers runs in the integer kernel, too."""
+    result = Codes(A, 1.0 if scales[0] > 0.4 else ONE, 5)
+    prove(tmp_path, op, [Codes(A, scales[0], 3), Codes(B, scales[1], -7)], result, exec=exec)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ class Profile:
     supported_math: Collection[str] = ()
     max_bits: int = 64  #: of integers that the kernels compute with; wider ones are computed in float
     float_biases: bool = False  #: kernels add biases that are not quantized
+    #: operators in float that the runtime gives to their integer kernels where all that they read and make is quantized
+    fused_in_float: Collection[str] = ()
 
 
 @dataclass
@@ -443,7 +445,10 @@ def _kernel(
     """Return the integer kernel of a group, and its clips and moves; None if the runtime computes it in float."""
     head, out = group[0], plan.stored(group[-1].output)
     decided = plan.nodes.get(head.name)
-    if decided is None or decided.exec == "float" or out is None or out.grid.table is not None:
+    if decided is None or out is None or out.grid.table is not None:
+        return None
+    reads_floats = any((i, n.name) in plan.float_edges for n in group for i in n.inputs)
+    if decided.exec == "float" and (reads_floats or head.op not in profile.fused_in_float):
         return None
     made = {o for n in group for o in n.outputs}
     if plan.before_rounding(made):

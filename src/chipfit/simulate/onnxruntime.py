@@ -263,5 +263,6 @@ register("kernels", "onnxruntime")(
         clip=absorbed_bounds,
         quantize=lambda run, name, x: run.stored(name).quantize(x),
         max_bits=8,
+        fused_in_float=_KERNELS.keys() - {"Softmax"},  # which is written so that it is not
     )
 )
