@@ -196,7 +196,9 @@ def products(tmp_path_factory):
 BLOCKS = [(4, QuantFormat.QOperator, None), (4, QuantFormat.QOperator, 4), (4, QuantFormat.QDQ, None)]
 
 
-@pytest.mark.parametrize(("bits", "form", "level"), [*BLOCKS, (8, QuantFormat.QOperator, 4)])
+@pytest.mark.parametrize(
+    ("bits", "form", "level"), [*BLOCKS, (8, QuantFormat.QOperator, 4), (2, QuantFormat.QOperator, None)]
+)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_weights_in_blocks_of_onnx_runtimes_tool_are_read(products, tmp_path, bits, form, level, symmetric):
     """Its symmetric ones have scales of either sign."""

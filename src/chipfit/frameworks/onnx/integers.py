@@ -141,9 +141,9 @@ class NormalForm:
 
 
 def from_bytes(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
-    """Unpack unsigned integers [*dims, count] of 4 or 8 bits from bytes; of 4 bits the first is in the low half."""
-    halves = np.stack([packed & 15, packed >> 4], -1) if bits == 4 else packed
-    return halves.reshape(*packed.shape[:-1], -1)[..., :count].astype(np.int64)
+    """Unpack unsigned integers [*dims, count] of 2, 4 or 8 bits from bytes, the first from the lowest bits."""
+    parts = np.stack([packed >> k & (1 << bits) - 1 for k in range(0, 8, bits)], -1)
+    return parts.reshape(*packed.shape[:-1], -1)[..., :count].astype(np.int64)
 
 
 def plain(name: str) -> str:
@@ -688,7 +688,7 @@ def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[Inte
     name, scale, zero = (_operand(n, k) for k in at)
     packed, s, z = e.array(name), e.array(scale), e.array(zero) if zero else None
     bits, block = a.get("bits", 4), a.get("block_size", 128)
-    if packed is None or s is None or s.dtype.kind != "f" or bits not in (4, 8) or (zero and z is None):
+    if packed is None or s is None or s.dtype.kind != "f" or bits not in (2, 4, 8) or (zero and z is None):
         raise e.unread(n, "its weight is computed, or of another type")
     packed = packed.reshape(len(packed), -1)
     count = a.get("K") or packed.shape[1] * 8 // bits
