@@ -27,8 +27,9 @@ def test_a_formula_becomes_the_operators_of_its_parts_from_left_to_right(formula
     assert applied(formula, x="x", k=3, axes=(1,)) == steps
 
 
-def test_the_last_operator_may_be_applied_by_another_function():
-    assert compute("exp(x) - 1", lambda op, x: "e", lambda op, x: (op, x), x="x") == ("Sub", ["e", 1.0])
+def test_other_functions_may_apply_the_last_operator_and_make_operands_of_numbers():
+    found = compute("exp(x) - 1", lambda op, x: "e", lambda op, x: (op, x), "constant {}".format, x="x")
+    assert found == ("Sub", ["e", "constant 1"])
 
 
 def test_a_function_that_is_no_operator_is_refused_with_similar_names():
