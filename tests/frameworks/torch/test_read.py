@@ -55,6 +55,16 @@ def test_what_has_no_decomposition_of_ours_gets_that_of_pytorch_in_exported_prog
         assert all(n.op != OPAQUE for n in graph)
 
 
+def test_cat_leaves_out_the_empty_vectors_with_which_caches_begin():
+    empty = torch.tensor([])
+    assert [n.op for n in nodes(lambda x: torch.cat([empty, x], -2), POINTS) if n.op != "Identity"] == []
+    (found,) = nodes(
+        lambda x: torch.cat([x, empty, x + 0], -1),
+        POINTS,
+    )[-1:]
+    assert found.op == "Concat" and len(found.inputs) == 2
+
+
 # ---------------------------------------------------------------- attributes, where results could not tell
 
 
@@ -279,6 +289,12 @@ IN_PARTS = {
 def test_functions_of_torch_are_read_as_the_operators_that_compute_them(name):
     function, x = IN_PARTS[name]
     assert OPAQUE not in {n.op for n in nodes(function, x)}
+
+
+def test_as_many_copies_of_rows_as_samples_are_broadcast():
+    table = torch.arange(6.0).view(2, 3)
+    found = nodes(lambda x: x + table.repeat(x.shape[0], 1)[1::2], torch.zeros(5, 3))
+    assert [n.op for n in found if n.op in (OPAQUE, "Expand")] == ["Expand"]
 
 
 WHOLE = {

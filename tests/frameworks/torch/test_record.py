@@ -164,6 +164,9 @@ def test_a_part_of_the_batch_in_an_index_leaves_it_open(function):
 SIZES = {
     "the batch in a product": lambda m, x: x / x.shape[0],
     "the batch as the end of a count": lambda m, x: x + torch.arange(x.shape[0])[:, None],
+    "the batch as a number of copies": lambda m, x: (
+        x * m.table[:2, :2].repeat(x.shape[0], 2).view(x.shape[0], 2, -1)[:, 1]
+    ),
     "the batch in a mask": lambda m, x: x * (torch.arange(x.shape[0]).view(-1, 1) > -1),
 }
 

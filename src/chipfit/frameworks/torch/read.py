@@ -5,6 +5,7 @@ the result's value, or to a tuple of names. Either raises `Unreadable` for a cal
 call becomes an opaque node.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -645,12 +646,14 @@ _STACKS = {"vstack": 0, "hstack": 1, "column_stack": 1, "dstack": 2}
 
 
 def _concat(c: TorchCall, op: str) -> Any:
-    tensors, axis = c.builder.arg(c.args["tensors"]), _STACKS.get(c.name)
+    # `cat` leaves out empty vectors beside tensors of more axes, with which caches begin
+    given = [x for x in c.args["tensors"] if c.result.dim() == 1 or tuple(x.meta["val"].shape) != (0,)]
+    tensors, axis = c.builder.arg(given), _STACKS.get(c.name)
     if axis is None:
         axis = c.static("dim" if "dim" in c.args else "axis") % c.result.dim()
-    elif any(x.meta["val"].dim() <= max(axis, 1) for x in c.args["tensors"]):  # they get further axes
+    elif any(x.meta["val"].dim() <= max(axis, 1) for x in given):  # they get further axes
         raise Unreadable
-    return c.emit(op, tensors, axis=axis)
+    return c.emit(op, tensors, axis=axis) if len(tensors) > 1 else tensors[0]
 
 
 @reads("expand expand_as broadcast_to")
@@ -669,14 +672,23 @@ def _expand_to_result(c: TorchCall, x: str, sizes: Sequence[Any]) -> Any:
 
 @reads("repeat")
 def _repeat(c: TorchCall) -> Any:
-    """Read `repeat`; an axis of size 1, repeated as often as there are samples, is an Expand."""
-    try:
-        return c.emit("Tile", [c.value("self")], repeats=c.static("repeats"))
-    except Unreadable:
-        sizes = (1,) * (len(c.result.shape) - c.rank) + tuple(c.tensor("self").shape)
-        if not all(h == 1 or c.builder.same_size(h, w) for h, w in zip(sizes, c.result.shape, strict=True)):
-            raise
-        return _expand_to_result(c, c.value("self"), sizes)
+    """Read `repeat`; an axis of size 1, repeated as often as there are samples, is an Expand.
+
+    A longer one, repeated so, is an Expand along a new axis in front of it, which a Reshape then joins to it.
+    """
+    counts, x = c.args["repeats"], c.value("self")
+    with contextlib.suppress(Unreadable):
+        return c.emit("Tile", [x], repeats=c.static("repeats"))
+    sizes = (1,) * (len(c.result.shape) - c.rank) + tuple(c.tensor("self").shape)
+    if all(h == 1 or c.builder.same_size(h, w) for h, w in zip(sizes, c.result.shape, strict=True)):
+        return _expand_to_result(c, x, sizes)
+    require(all(n == 1 or not isinstance(n, int) for n in counts) and all(isinstance(s, int) for s in sizes))
+    new = [[] if isinstance(n, int) else [n] for n in counts]
+    apart = [s for n, size in zip(new, sizes, strict=True) for s in (*[1] * len(n), size)]
+    times = [s for n, size in zip(new, sizes, strict=True) for s in (*[None] * len(n), size)]
+    operands = [c.step("Reshape", [x], shape=tuple(apart)), *(c.size(n[0]) for n in new if n)]
+    whole = c.step("Expand", operands, shape=tuple(times))
+    return c.emit("Reshape", [whole], shape=_reshape_target(c.result.shape))
 
 
 @reads("zeros_like ones_like full_like new_zeros new_ones new_full zeros ones full fill")
