@@ -137,7 +137,15 @@ def test_parts_of_a_batch_behind_other_axes_are_put_together_in_the_models_order
 @pytest.mark.parametrize("front, shape", [(0, (6,)), (-1, (6,)), (4, (6,)), (2, ())])
 def test_axes_in_front_of_samples_that_do_not_fit_are_refused(front, shape):
     with pytest.raises(RuntimeUnavailable, match="do not fit its tensors"):
-        join_parts([np.zeros(shape)], 0, front)
+        join_parts([np.zeros(shape), np.ones(shape)], 0, front)
+
+
+def test_what_depends_on_no_sample_is_read_once_from_a_file_of_one_sample(tmp_path):
+    table = {"w": torch.tensor([[1.5, -2.0, 0.25]])}
+    graph = graph_of("k = Relu(w)", "y = Add(x, k)", weights=table, shape=(None, 3))
+    path = export_tflite(graph, None, tmp_path / "m.tflite", batch=1)
+    got = LiteRt(path, ["k", "y"]).run([np.ones((4, 3), np.float32)])
+    assert got["k"].tolist() == [[1.5, 0, 0.25]] and got["y"].tolist() == [[2.5, 1, 1.25]] * 4
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,17 @@ from chipfit.graph.ir import Graph
 
 
 def sizes_in_front(graph: Graph) -> dict[str, int]:
-    """Return values whose batch axis holds other axes in front of the samples, [L, N] in one, and their size L."""
+    """Return values whose batch axis holds other axes in front of the samples, [L, N] in one, and their size L.
+
+    Results that depend on no input have 0: they are the same for all samples.
+    """
     found: dict[str, int] = {}
+    varying = {*graph.inputs}
     for n in graph.nodes:
+        if varying.isdisjoint(n.inputs):
+            found |= dict.fromkeys(n.outputs, 0)
+            continue
+        varying.update(n.outputs)
         carried = max((found[i] for i in n.inputs if i in found), default=1)
         shapes = [graph.shape(n.data), graph.shape(n.output)] if n.op == "Reshape" else []
         if shapes and all(None in s for s in shapes):

@@ -134,7 +134,9 @@ def unfit_notes(path: str = "", what: str = "tensors") -> RuntimeUnavailable:
 
 
 def join_parts(parts: Sequence[np.ndarray], axis: int, front: int = 1) -> np.ndarray:
-    """Join parts of a batch along `axis`, into which [front, samples] are merged."""
+    """Join parts of a batch along `axis`, into which [front, samples] are merged; 0: each holds the whole value."""
+    if front == 0 and all(np.array_equal(p, parts[0], equal_nan=p.dtype.kind == "f") for p in parts):
+        return parts[0]
     if front == 1:
         return np.concatenate(parts, axis)
     if front < 1 or any(p.ndim == 0 or p.shape[axis] % front for p in parts):
