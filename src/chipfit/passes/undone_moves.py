@@ -15,16 +15,20 @@ from chipfit.registry import register
 def undone_moves(graph: Graph) -> Rewritten:
     """Replace moves whose results equal a value by that value.
 
-    These are an Expand to the shape that it has, a Select of the axis that was added to it, and bounds at infinity.
+    These are an Expand to the shape that it has, a Select of the axis that was added to it, bounds at infinity, and a
+    Concat of one part; parts without elements are left out of it.
     """
+    graph = graph.copy()
+    for k, n in enumerate(graph.nodes):
+        if n.op == "Concat":
+            full = tuple(i for i in n.inputs if graph.shape(i)[n.attrs["axis"]] != 0)
+            graph.nodes[k] = n.with_(inputs=full or n.inputs)
     producers, same = graph.producers(), dict[str, str]()
     for n in graph.nodes:
         source = _source(graph, n, producers, same)
         ends = n.output in graph.outputs and source in {*graph.inputs, *graph.outputs, *same.values()}
         if source is not None and not ends:
             same[n.output] = source
-    if not same:
-        return Rewritten(graph, [])
     graph = replace_values(graph, same)
     drop_dead(graph)
     return Rewritten(graph, [])
@@ -39,6 +43,8 @@ def _source(graph: Graph, n: Node, producers: Mapping[str, Node], same: Mapping[
         return same.get(free[0], free[0]) if alike else None
     if data is None or data not in graph.values:
         return None
+    if n.op == "Concat" and len(n.inputs) == 1:
+        return same.get(data, data)
     if n.op == "Expand" and len(n.inputs) == 1 and len(n.attrs["shape"]) == len(graph.shape(data)):
         alike = all(want in (-1, have) for want, have in zip(n.attrs["shape"], graph.shape(data), strict=True))
         return same.get(data, data) if alike else None
