@@ -103,6 +103,20 @@ def test_an_older_file_outlives_one_that_its_runtime_refuses(name, runtime, tmp_
     assert path.read_bytes() == b"of last week" and list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("platform", ["tflite_int8", "litert_ai_edge", "tflm_cmsis_nn"])
+def test_a_hard_swish_of_mostly_negative_numbers_has_a_scale_that_its_kernel_takes(tmp_path, platform):
+    """The kernel refuses an input scale of 128 or more times the result's."""
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 8)
+    with torch.no_grad():
+        layer.weight.mul_(40)
+        layer.bias.fill_(-200)
+    data = [torch.rand(64, 4) for _ in range(2)]
+    result = chipfit.quantize(nn.Sequential(layer, nn.Hardswish(), nn.Linear(8, 2)), data, platform, progress=False)
+    opened(result.export(tmp_path / "net.tflite"))
+    assert any(n.op == "HardSwish" for n in result.graph.nodes) and result.verify(data).exact
+
+
 def test_files_that_belong_to_a_file_come_with_it(tmp_path):
     def write(path):
         write_atomically(path.with_name("weights.bin"), np.float32(3).tobytes())
