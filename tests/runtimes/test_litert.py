@@ -140,6 +140,15 @@ def test_axes_in_front_of_samples_that_do_not_fit_are_refused(front, shape):
         join_parts([np.zeros(shape), np.ones(shape)], 0, front)
 
 
+@pytest.mark.parametrize("call, want", [("Abs(x)", [3, 0, 4]), ("Sign(x)", [-1, 0, 1]), ("Pow(x, k)", [9, 0, 16])])
+def test_integers_of_64_bits_reach_kernels_of_32(tmp_path, call, want):
+    types, power = {"x": "int64", "y": "int64"}, {"k": torch.tensor([2])}
+    graph = graph_of(f"y = {call}", weights=power, shape=(None, 3), dtypes=types)
+    path = export_tflite(graph, None, tmp_path / "m.tflite")
+    (got,) = LiteRt(path).run([np.array([[-3, 0, 4]])]).values()
+    assert got.dtype == np.int64 and got.tolist() == [want]
+
+
 def test_what_depends_on_no_sample_is_read_once_from_a_file_of_one_sample(tmp_path):
     table = {"w": torch.tensor([[1.5, -2.0, 0.25]])}
     graph = graph_of("k = Relu(w)", "y = Add(x, k)", weights=table, shape=(None, 3))

@@ -46,9 +46,20 @@ class TfliteOp:
         return scale is None or (result.scale.tolist(), result.zero_point.tolist()) == (scale, zero)
 
 
+#: operators whose kernels compute with integers of 32 bits, but not of 64
+_WITHOUT_INT64 = ("ABS", "SIGN", "POW")
+
+
 def _plain(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     """Write operands and results as they are."""
-    w.op(w.kind, w.reads(n), y)
+    x, result = w.reads(n), w.tensors[y[0]]
+    if w.kind not in _WITHOUT_INT64 or result.type != schema.TensorType.INT64:
+        return w.op(w.kind, x, y)
+    short = w.constant(np.int32(0))
+    x = [_change_type(w, i, w.temporary(list(w.tensors[i].shape), short)) for i in x]
+    computed = w.temporary(list(result.shape), short)
+    w.op(w.kind, x, computed)
+    _change_type(w, computed, y[0])
 
 
 # ---------------------------------------------------------------- pieces
