@@ -19,7 +19,7 @@ from chipfit.frameworks.torch.capture import capture, export
 from chipfit.frameworks.torch.program import Unrecordable
 from chipfit.frameworks.torch.record import record, recorded_result
 from chipfit.frameworks.torch.translate import translate
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import OPAQUE, Graph
 from tests.build import model_of
 from tests.zoo import make
 
@@ -158,6 +158,36 @@ def test_the_whole_batch_in_an_index_is_no_call(name):
 def test_a_part_of_the_batch_in_an_index_leaves_it_open(function):
     model, batch = Function(function).eval(), torch.randn(2, 4)
     check_any_batch(watched(model, batch), model)
+
+
+PAIRS = {
+    "split": lambda y, n: torch.split(y, n, 0),
+    "chunk": lambda y, n: torch.chunk(y, 2, 0),
+    "slices": lambda y, n: (y[:n], y[n:]),
+    "slices with both ends": lambda y, n: (y[0:n], y[n : 2 * n]),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_images_of_one_backbone_are_told_apart(name):
+    """As siamese networks do: both batches in one call, and each one's features afterwards."""
+
+    def forward(m, x):
+        first, second = PAIRS[name](m.dense(torch.cat([x, x * 2], 0)).tanh(), x.shape[0])
+        return first - second * 3
+
+    model = Function(forward).eval()
+    graph = watched(model, torch.randn(2, 4))
+    assert {"Reshape", "Select"} <= {n.op for n in graph} and all(n.op != OPAQUE for n in graph)
+    check_any_batch(graph, model)
+
+
+@pytest.mark.parametrize("function", [lambda m, x: torch.cat([x, x])[1 : x.shape[0]], lambda m, x: x[: x.shape[0] - 1]])
+def test_other_parts_of_several_batches_stay_whole_operators(function):
+    model = Function(function).eval()
+    graph = watched(model, torch.randn(3, 4))
+    assert OPAQUE in {n.op for n in graph}
+    check_any_batch(graph, model)
 
 
 #: what is given the size itself; `torch.export` names it after every one that it read

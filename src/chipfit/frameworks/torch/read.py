@@ -16,7 +16,7 @@ from chipfit.errors import RefusedCall
 from chipfit.files import package_data
 from chipfit.frameworks.reading import Unreadable, per_axis, present, require, split_padding
 from chipfit.frameworks.torch.call import TorchCall
-from chipfit.frameworks.torch.program import SymbolicTensor, aten_name
+from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, aten_name
 from chipfit.operators.formulas import compute
 from chipfit.operators.table import OPS, attribute_words, by_name, enters, read_column, reader_of
 
@@ -612,9 +612,16 @@ def _squeeze(c: TorchCall) -> Any:
 
 @reads("slice")
 def _slice(c: TorchCall) -> Any:
-    axis, start, step = c.static("dim") % c.rank, c.static("start") or 0, c.static("step")
+    axis, step, first = c.static("dim") % c.rank, c.static("step"), c.args.get("start") or 0
+    start = first if isinstance(first, OpenSize) else c.static("start") or 0
     if (start, step) == (0, 1) and c.is_open("end"):
         return c.emit("Gather", [c.value("self"), c.index_range("end")], axis=axis)
+    if isinstance(start, OpenSize) or isinstance(c.args.get("end"), OpenSize):
+        part = c.result.shape[axis]
+        require(step == 1 and isinstance(part, OpenSize) and (start == 0 or isinstance(start, OpenSize)))
+        name, index = (start.computed_from(part) or ("", 0)) if start else ("operator.mul", 0)
+        require(name == "operator.mul")  # it begins behind so many parts
+        return c.emit("Select", [_parts_apart(c, axis, part)[0]], axis=axis, index=index)
     end = c.static("end")
     if end is not None and end >= 2**62:  # torch's "to the end"
         end = None
@@ -634,8 +641,21 @@ def _arange(c: TorchCall) -> Any:
 def _split(c: TorchCall) -> Any:
     axis = c.static("dim") % c.rank
     sizes = tuple(t.shape[axis] for t in c.result)
-    require(all(isinstance(s, int) for s in sizes))
-    return c.emit_all("Split", axis=axis, sizes=sizes)
+    if all(isinstance(s, int) for s in sizes):
+        return c.emit_all("Split", axis=axis, sizes=sizes)
+    whole, count = _parts_apart(c, axis, sizes[0])
+    require(count == len(sizes))
+    return tuple(c.step("Select", [whole], axis=axis, index=k) for k in range(count))
+
+
+def _parts_apart(c: TorchCall, axis: int, part: Any) -> tuple[str, int]:
+    """Reshape an axis of several times an open size to [count, size], and return the value and the count."""
+    shape = c.tensor("self").shape
+    multiple = shape[axis].computed_from(part) if isinstance(shape[axis], OpenSize) else None
+    require(isinstance(part, OpenSize) and multiple is not None and multiple[0] == "operator.mul")
+    sizes = _reshape_target(shape)
+    whole = c.step("Reshape", [c.value("self")], shape=(*sizes[:axis], multiple[1], -1, *sizes[axis + 1 :]))
+    return whole, multiple[1]
 
 
 def _unbind(c: TorchCall, op: str) -> Any:
