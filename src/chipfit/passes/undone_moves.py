@@ -21,7 +21,7 @@ def undone_moves(graph: Graph) -> Rewritten:
     graph = graph.copy()
     for k, n in enumerate(graph.nodes):
         if n.op == "Concat":
-            full = tuple(i for i in n.inputs if i and graph.shape(i)[n.attrs["axis"]] != 0)
+            full = tuple(i for i in n.inputs if i in graph.inputs or (i and graph.shape(i)[n.attrs["axis"]] != 0))
             graph.nodes[k] = n.with_(inputs=full or n.inputs)
     producers, same = graph.producers(), dict[str, str]()
     for n in graph.nodes:

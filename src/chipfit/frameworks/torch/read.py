@@ -673,7 +673,7 @@ def _concat(c: TorchCall, op: str) -> Any:
         axis = c.static("dim" if "dim" in c.args else "axis") % c.result.dim()
     elif any(x.meta["val"].dim() <= max(axis, 1) for x in given):  # they get further axes
         raise Unreadable
-    return c.emit(op, tensors, axis=axis) if len(tensors) > 1 else tensors[0]
+    return tensors[0] if len(tensors) == 1 < len(c.args["tensors"]) else c.emit(op, tensors, axis=axis)
 
 
 @reads("expand expand_as broadcast_to")
