@@ -109,6 +109,7 @@ SAME = {
     "a region without gradients": lambda m, x: torch.no_grad()(m.dense)(x),
     "a part of a multiple of the batch": lambda m, x: x.view(2 * x.shape[0], 2).view(2 * x.shape[0] // 2, -1).tanh(),
     "sizes in a cache": by_cache,
+    "sizes of axes by keyword": lambda m, x: x + 1 if x.size(dim=0) > 0 and x.size(dim=1) == 4 else x,
     "a rest that every batch leaves": lambda m, x: x + 1 if 2 * x.shape[0] % 2 == 0 else x,
     "what is known of the batch": lambda m, x: x + 1 if x.shape == x.tanh().shape else x,
     "what is left out of an export": lambda m, x: x + 1 if torch.compiler.is_exporting() or x.sum() > 0 else x,
@@ -182,7 +183,14 @@ def test_two_images_of_one_backbone_are_told_apart(name):
     check_any_batch(graph, model)
 
 
-@pytest.mark.parametrize("function", [lambda m, x: torch.cat([x, x])[1 : x.shape[0]], lambda m, x: x[: x.shape[0] - 1]])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.cat([x, x])[1 : x.shape[0]],
+        lambda m, x: x[: x.shape[0] - 1],
+        lambda m, x: torch.cat(torch.split(torch.cat([x] * 6), [2 * x.shape[0], x.shape[0], 3 * x.shape[0]])[::-1]),
+    ],
+)
 def test_other_parts_of_several_batches_stay_whole_operators(function):
     model = Function(function).eval()
     graph = watched(model, torch.randn(3, 4))

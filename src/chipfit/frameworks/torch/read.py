@@ -644,7 +644,7 @@ def _split(c: TorchCall) -> Any:
     if all(isinstance(s, int) for s in sizes):
         return c.emit_all("Split", axis=axis, sizes=sizes)
     whole, count = _parts_apart(c, axis, sizes[0])
-    require(count == len(sizes))
+    require(sizes == (sizes[0],) * count)
     return tuple(c.step("Select", [whole], axis=axis, index=k) for k in range(count))
 
 

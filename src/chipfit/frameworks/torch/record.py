@@ -458,8 +458,8 @@ def _is_open(value: Any) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two operands of reads are one object, or equal functions or constants."""
-    return a is b or (not isinstance(a, torch.Tensor) and type(a) is type(b) and bool(a == b))
+    """Return whether two operands of reads are one object, or equal functions, numbers or names."""
+    return a is b or (type(a) is type(b) and (isinstance(a, (int, str)) or callable(a)) and bool(a == b))
 
 
 def _are_integers(indices: Any) -> bool:
@@ -531,4 +531,5 @@ class _Functions(TorchFunctionMode):
         self.run.enter_function(func)
         out = func(*args, **(kwargs or {}))
         many = isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in out)
-        return out if many or isinstance(out, torch.Tensor) else self.run.read_metadata(func, out, args)
+        operands = (*args, *chain.from_iterable((kwargs or {}).items()))
+        return out if many or isinstance(out, torch.Tensor) else self.run.read_metadata(func, out, operands)
