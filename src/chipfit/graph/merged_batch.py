@@ -17,7 +17,7 @@ def sizes_in_front(graph: Graph) -> dict[str, int]:
             found |= dict.fromkeys(n.outputs, 0)
             continue
         varying.update(n.outputs)
-        carried = max((found[i] for i in n.inputs if i in found), default=1)
+        carried = max([1, *(found[i] for i in n.inputs if i in found)])
         shapes = [graph.shape(n.data), graph.shape(n.output)] if n.op == "Reshape" else []
         if shapes and all(None in s for s in shapes):
             before, after = (math.prod(s or 1 for s in shape[: shape.index(None)]) for shape in shapes)
