@@ -111,7 +111,8 @@ class Cut:
         stats: Mapping[str, TensorStats],
         lost: Mapping[str, float] | None = None,
     ) -> None:
-        """
+        """Create a network without vertices; `modes` fills it.
+
         Args:
             lost: first node of a kernel -> noise of the worst part of the output that it joins.
         """

@@ -1,4 +1,4 @@
-"""Reader and writer of `.pte` files: the program, the graphs of its XNNPACK delegates, and named_data data.
+"""Reader and writer of `.pte` files: the program, the graphs of its XNNPACK delegates, and data that have names.
 
 Layout: a flatbuffer with a header behind its first 8 bytes, then segments. A delegate's data are a header, a
 flatbuffer and constants. Sources: executorch, schema/program.fbs, exir/_serialize/_program.py (the extended header) and
@@ -21,7 +21,7 @@ from chipfit.errors import RuntimeUnavailable
 Schema = tuple[str, str]  #: path of a schema in the package, and its root
 PROGRAM = "exir/_serialize/program.fbs", "Program"
 GRAPH = "backends/xnnpack/serialization/schema.fbs", "XNNGraph"
-NOTES_KEY = "chipfit"  #: key of chipfit's notes among the named_data data
+NOTES_KEY = "chipfit"  #: key of chipfit's notes among the data that have names
 _ALIGNMENT = 128  #: alignment of segments [bytes]
 
 

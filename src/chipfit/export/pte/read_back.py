@@ -49,7 +49,7 @@ def _integers(file: Container, call: int, graph: Any, value: Any) -> np.ndarray:
     shape = [int(d) for d in tensor.dims]
     if tensor.constantBufferIdx:
         raw = _constant(file, graph, tensor.constantBufferIdx)
-    else:  # a constant of the program, which the delegate receives, source_of for each sample or not
+    else:  # a constant of the program, which the delegate receives, repeated for each sample or not
         constant = file.source_of(given := file.calls[call].args[tensor.externalId])
         shape = shape if constant == given else file.shape(constant)
         raw = file.constant(constant)[: math.prod(shape)]

@@ -45,6 +45,11 @@ class OpenSize:
                 return name, number
         return None
 
+    def multiple_of(self, other: Any) -> int | None:
+        """Return how many times another open size this one is in every run; None if that varies."""
+        name, number = (self.computed_from(other) if isinstance(other, OpenSize) else None) or ("", 0)
+        return number if name == "operator.mul" else None
+
 
 @dataclass(frozen=True, slots=True)
 class SymbolicTensor:

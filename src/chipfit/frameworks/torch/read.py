@@ -618,9 +618,8 @@ def _slice(c: TorchCall) -> Any:
         return c.emit("Gather", [c.value("self"), c.index_range("end")], axis=axis)
     if isinstance(start, OpenSize) or isinstance(c.args.get("end"), OpenSize):
         part = c.result.shape[axis]
-        require(step == 1 and isinstance(part, OpenSize) and (start == 0 or isinstance(start, OpenSize)))
-        name, index = (start.computed_from(part) or ("", 0)) if start else ("operator.mul", 0)
-        require(name == "operator.mul")  # it begins behind so many parts
+        index = start.multiple_of(part) if isinstance(start, OpenSize) else 0 if start == 0 else None
+        require(step == 1 and index is not None)
         return c.emit("Select", [_parts_apart(c, axis, part)[0]], axis=axis, index=index)
     end = c.static("end")
     if end is not None and end >= 2**62:  # torch's "to the end"
@@ -651,11 +650,9 @@ def _split(c: TorchCall) -> Any:
 def _parts_apart(c: TorchCall, axis: int, part: Any) -> tuple[str, int]:
     """Reshape an axis of several times an open size to [count, size], and return the value and the count."""
     shape = c.tensor("self").shape
-    multiple = shape[axis].computed_from(part) if isinstance(shape[axis], OpenSize) else None
-    require(isinstance(part, OpenSize) and multiple is not None and multiple[0] == "operator.mul")
+    count = present(shape[axis].multiple_of(part) if isinstance(shape[axis], OpenSize) else None)
     sizes = _reshape_target(shape)
-    whole = c.step("Reshape", [c.value("self")], shape=(*sizes[:axis], multiple[1], -1, *sizes[axis + 1 :]))
-    return whole, multiple[1]
+    return c.step("Reshape", [c.value("self")], shape=(*sizes[:axis], count, -1, *sizes[axis + 1 :])), count
 
 
 def _unbind(c: TorchCall, op: str) -> Any:
