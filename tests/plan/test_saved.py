@@ -223,10 +223,12 @@ def test_weights_of_any_layout_and_dtype_come_back(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     weights = {"t": base.t(), "view": base[1:], "whole": base, "i": torch.tensor(3), "b": torch.tensor([True])}
     weights |= {"e": torch.empty(0, 2), "h": torch.ones(2).half()}
+    weights["c"] = torch.rand(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
     saving.save(tmp_path / "p", Graph([], [], [], {}, dict(weights)), Plan(), load_platform("ort_cpu"))
     back = saving.load(tmp_path / "p").graph.weights
     assert list(back) == list(weights)
     assert all(torch.equal(back[k], weights[k]) and back[k].dtype == weights[k].dtype for k in weights)
+    assert back["c"].stride() == weights["c"].stride()  # kernels add up in the order of memory
 
 
 def test_an_attribute_without_json_form_is_refused(tmp_path):
@@ -356,6 +358,7 @@ IN_GRAPH = {
     "an unknown dtype": (lambda d: _first(d, "values").update(dtype="float7"), "no number type named 'float7'"),
     "a missing weight": (lambda d: d["weights"].append("w"), "missing from the file"),
     "an alias of nothing": (lambda d: d["aliases"].update(x="0.bias"), "aliases name missing weights"),
+    "channels last without 4 axes": (lambda d: d.update(channels_last=["0.bias"]), "weights with 4 axes"),
     "a trained value": (lambda d: d["trainable"].append("x"), "trainable weights are missing"),
     "arguments that are no table": (lambda d: d.update(in_spec="[]"), "in_spec"),
     "arguments that are not text": (lambda d: d.update(in_spec="{"), "the call of the graph"),

@@ -135,6 +135,7 @@ class _Graph(TypedDict):
     folds: NotRequired[dict[str, Marked[Fold]]]  # newer than the schema
     outer_layers: NotRequired[dict[str, tuple[str, dict[str, Any]]]]  # likewise
     removed: NotRequired[list[Marked[Removed]]]  # likewise
+    channels_last: NotRequired[list[str]]  # likewise; weights in this memory format, in which sums have another order
     inputs: list[str]
     outputs: list[str]
     in_spec: str
@@ -196,12 +197,17 @@ def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]
         "weights": list(graph.weights),
         "aliases": aliases,
         "trainable": sorted(graph.trainable),
+        "channels_last": [name for name in weights if _is_channels_last(graph.weights[name])],
         "folds": {name: record_to_json(f) for name, f in graph.folds.items()},
         "removed": [
             {**record_to_json(r, leave_out=("node",)), "node": record_to_json(r.node)} for r in graph.removed.values()
         ],
         **{name: getattr(graph, name) for name in _AS_THEY_ARE},
     }, weights
+
+
+def _is_channels_last(w: torch.Tensor) -> bool:
+    return w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous()
 
 
 def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
@@ -218,6 +224,10 @@ def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:
     if absent or not aliases.keys() <= owned.keys():
         got = ", ".join(sorted(absent or aliases))[:80]
         raise PlanError("Weights of the graph are missing from the file, or aliases name missing weights", got=got)
+    for name in parts.pop("channels_last", ()):
+        if name not in weights or weights[name].dim() != 4:
+            raise PlanError("Only weights with 4 axes can have channels last in memory", got=name[:80])
+        weights[name] = weights[name].contiguous(memory_format=torch.channels_last)
     weights.update({name: weights[original] for name, original in aliases.items()})
     parts["removed"] = {r.node.name: r for r in parts.pop("removed", ())}
     graph = Graph(weights={name: weights.pop(name) for name in owned}, **parts)
