@@ -12,6 +12,7 @@ cell of a column: what a framework, the engine or a file format has for the oper
     tflite       its operator in TensorFlow Lite                    `export/tflite/ops.py`
     decompose    the rule that replaces it by simpler operators     `passes/decompose.py`
     onnxruntime  the integer kernel of ONNX Runtime                 `simulate/onnxruntime.py`
+    qnn          the largest difference of QNN's kernel             `runtimes/qnn.py`
     litert       the integer kernels of LiteRT, by family           `simulate/litert.py`
     tflm         the kernel of TensorFlow Lite Micro where it differs from LiteRT's reference   `simulate/tflm.py`
     layers       names of layers that chips' descriptions may use   `mct/target_platform/layers.py`
@@ -119,7 +120,7 @@ def _equals(value: Any, wanted: Any) -> bool:
     return all(_equals(v, wanted) for v in value) if isinstance(value, tuple) else bool(value == wanted)
 
 
-_COLUMNS = "infix torch keras kernel lowering onnx tflite decompose onnxruntime litert tflm layers".split()
+_COLUMNS = "infix torch keras kernel lowering onnx tflite decompose onnxruntime qnn litert tflm layers".split()
 _FILES = "products recurrent activations norms arithmetic windows reductions moves".split()
 _VOCABULARY = package_data("chipfit.operators", "vocabulary.yaml")
 #: column -> operator -> what stands in that column of its row

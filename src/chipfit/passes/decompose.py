@@ -265,10 +265,10 @@ def _affine(new: NewNodes, n: Node, y: str, inner: int = 0) -> str:
     return y
 
 
-def _layer_norm(new: NewNodes, n: Node) -> str:
+def _layer_norm(new: NewNodes, n: Node, centre: bool = True) -> str:
     eps = torch.finfo(torch.float32).eps if n.attrs["eps"] is None else n.attrs["eps"]
     axes = range(-len(n.attrs["normalized_shape"]), 0)
-    return _affine(new, n, _normalised(new, n.data, axes, eps, centre=n.op == "LayerNorm"))
+    return _affine(new, n, _normalised(new, n.data, axes, eps, centre))
 
 
 def _group_norm(new: NewNodes, n: Node) -> str:
@@ -474,6 +474,7 @@ def _unstack(new: NewNodes, n: Node) -> list[str]:
 Rule = Callable[[NewNodes, Node], str | Sequence[str]]
 _BY_NAME: dict[str, Rule] = {
     "gated": lambda new, n: new("Mul", n.data, new(n.facts.gate, n.data)),
+    "rms_norm": lambda new, n: _layer_norm(new, n, centre=False),
     "hard_sigmoid": lambda new, n: new("Mul", new("Relu6", new("Add", n.data, 3.0)), 1.0 / 6.0),
     "reciprocal": lambda new, n: new("Div", 1.0, n.data),
     "rsqrt": lambda new, n: new.formula("reciprocal(sqrt(x))", x=n.data),

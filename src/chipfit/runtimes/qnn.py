@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from chipfit.errors import RuntimeUnavailable
+from chipfit.operators.table import read_column
 from chipfit.registry import register
 from chipfit.runtimes import check_inputs
 from chipfit.runtimes.child import Child
@@ -17,7 +18,8 @@ from chipfit.runtimes.onnxruntime import input_sizes, read
 NAME = "QNN"
 #: operator -> largest difference from ONNX Runtime's kernels [codes], as `benchmarks/qnn.py` measures. A product rounds
 #: its second operand again unless its zero point is 128, which costs more the smaller the results are
-WITHIN = {"*": 1, "LayerNorm": 2, "Mish": 4, "MatMul": 8}
+WITHIN = {"*": 1}
+read_column("qnn", lambda op, within: WITHIN.update({op: within}), WITHIN)
 
 
 @register(

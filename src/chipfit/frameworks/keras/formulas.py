@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from keras import ops
 
+from chipfit.frameworks.reading import require
 from chipfit.graph.einsum import letters_of
 
 Formula = Callable[..., Any]
@@ -40,6 +41,11 @@ def _log_sum_exp(o: Any, x: Any) -> Any:
     return logs + top if o.keepdims else ops.squeeze(logs + top, axes)
 
 
+def _reduced(o: Any, x: Any, function: Callable[..., Any]) -> Any:
+    """Return the greatest or least of ones and zeros, where conditions hold and where not."""
+    return function(ops.cast(x, "float32"), _axes(o.axis, x), keepdims=o.keepdims)
+
+
 def _triangle(o: Any, x: Any, function: Callable[..., Any]) -> Any:
     """x where a constant matrix of ones and zeros holds"""
     kept = function(np.ones(x.shape[-2:], bool), o.k)
@@ -53,6 +59,14 @@ def _shrink_hard(o: Any, x: Any) -> Any:
 def _shrink_soft(o: Any, x: Any) -> Any:
     """relu(x - t) - relu(-x - t)"""
     return ops.relu(x - o.threshold) - ops.relu(-x - o.threshold)
+
+
+def _relu_from(o: Any, x: Any) -> Any:
+    """clip(x where x > threshold else 0, 0, max_value) - negative_slope relu(threshold - x)"""
+    require(bool(o.threshold))  # without a threshold, it is an operator
+    y = ops.where(x > o.threshold, x, 0.0)
+    y = y if o.max_value is None else ops.clip(y, 0.0, o.max_value)
+    return y - ops.relu(o.threshold - x) * o.negative_slope if o.negative_slope else y
 
 
 def _celu(o: Any, x: Any) -> Any:
@@ -329,6 +343,9 @@ FORMULAS: Mapping[str, Formula] = {
     "SparseSigmoid": lambda o, x: ops.clip(0.5 * (x + 1.0), 0.0, 1.0),
     "Threshold": lambda o, x: ops.where(x > o.threshold, x, float(o.default_value)),
     "Glu": _glu,
+    "Any": lambda o, x: _reduced(o, x, ops.max) > 0.5,
+    "All": lambda o, x: _reduced(o, x, ops.min) > 0.5,
+    "ReLU": _relu_from,
     "Var": _var,
     "Std": lambda o, x: ops.sqrt(_var(o, x)),
     "Logsumexp": _log_sum_exp,

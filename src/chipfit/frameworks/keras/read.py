@@ -471,14 +471,6 @@ def _comparison(r: KerasCall, a: Any, b: Any, *, op: str) -> Value:
     return r.emit(op, [r.operand(a, dtype), r.operand(b, dtype)])
 
 
-def _any(r: KerasCall, x: Value, *, op: str) -> Value:
-    """Read `any` and `all` of conditions as the greatest, or least, of zeros and ones, compared with a half."""
-    require(x.dtype == "bool" and bool(x.shape))
-    ones = r.step("Cast", [x], "ones", dtype="float32")
-    most = r.step(op, [ones], "most", axes=_reduced_axes(r, x), keepdims=bool(r.op.keepdims))
-    return r.emit("Greater", [most, r.operand(0.5, "float32")])
-
-
 @reads("", "Clip")
 def _clip(r: KerasCall, x: Value) -> Value:
     lo, hi = _number(r.op.x_min), _number(r.op.x_max)
@@ -496,29 +488,15 @@ def _square(r: KerasCall, x: Value) -> Value:
 
 @reads("", "ReLU")
 def _relu(r: KerasCall, x: Value) -> Value:
-    """Read clip(x where x > threshold else 0, 0, max_value) - negative_slope max(threshold - x, 0)."""
-    slope, high, threshold = (float(v) if v else v for v in (r.op.negative_slope, r.op.max_value, r.op.threshold))
-    if threshold:
-        return _relu_from(r, x, slope, high, threshold)
+    """Read min(x where x > 0 else negative_slope x, max_value); a formula computes those with a threshold."""
+    require(not r.op.threshold)
+    slope, high = (float(v) if v else v for v in (r.op.negative_slope, r.op.max_value))
     if slope:
         y = r.emit("LeakyRelu", [x], part="" if high is None else "slope", negative_slope=slope)
         return y if high is None else r.emit("Min", [y, r.operand(high)])
     if high is None:
         return r.emit("Relu", [x])
     return r.emit("Relu6", [x]) if high == 6 else r.emit("Clamp", [x], min=0.0, max=float(high))
-
-
-def _relu_from(r: KerasCall, x: Value, slope: float, high: float | None, threshold: float) -> Value:
-    """Append a ReLU with a threshold: where(x > threshold, clip(x), 0) - slope relu(threshold - x)."""
-    above = r.step("Greater", [x, r.operand(threshold)], "above")
-    y = r.emit("Where", [above, x, r.operand(0.0)], part="" if high is None and not slope else "kept")
-    if high is not None:
-        y = r.emit("Clamp", [y], part="bound" if slope else "", min=0.0, max=float(high))
-    if not slope:
-        return y
-    below = r.emit("Sub", [r.operand(threshold), x], part="distance")
-    below = r.emit("Relu", [below], part="below")
-    return r.emit("Sub", [y, r.emit("Mul", [below, r.operand(slope)], part="slope")])
 
 
 def _prelu(r: KerasCall, x: Value, *, op: str) -> Value:
@@ -795,5 +773,5 @@ def _embedding(r: KerasCall, x: Value) -> Value:
 
 
 #: functions of a call, its arguments and its canonical operator that cells name
-_READERS_OF = by_name(_prelu, _comparison, _any, _join, _space_to_depth, _layer_norm, _rms_norm, _arg_max)
+_READERS_OF = by_name(_prelu, _comparison, _join, _space_to_depth, _layer_norm, _rms_norm, _arg_max)
 read_column("keras", _enter_cell, READERS, UNTRACEABLE)

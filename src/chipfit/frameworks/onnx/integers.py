@@ -735,10 +735,8 @@ _READERS: dict[str, Reader] = {
     **dict.fromkeys(("QLinearAdd", "QLinearMul"), _element_wise),
     "QLinearConcat": _concat,
     "QLinearWhere": _where,
-    **{
-        f"QLinear{kind}": _unary
-        for kind in ("AveragePool", "GlobalAveragePool", "LeakyRelu", "Sigmoid", "Softmax", "ReduceMean")
-    },
+    **dict.fromkeys(("QLinearAveragePool", "QLinearGlobalAveragePool", "QLinearReduceMean"), _unary),
+    **dict.fromkeys(("QLinearLeakyRelu", "QLinearSigmoid", "QLinearSoftmax"), _unary),
     **dict.fromkeys(("ConvInteger", "MatMulInteger"), _integer_product),
     "MatMulIntegerToFloat": _to_float,
     "DynamicQuantizeMatMul": _dynamic_product,

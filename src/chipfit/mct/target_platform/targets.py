@@ -3,7 +3,7 @@
 import functools
 import pkgutil
 from collections.abc import Iterable
-from importlib import resources
+from importlib import import_module, resources
 from typing import Any
 
 import yaml
@@ -126,12 +126,29 @@ def _with_layers(data: dict[str, Any], version: str, package: str) -> capabiliti
             ]
             words = " ".join(row.get(package, "") for row in rows).split()
             if words:
-                capabilities.OperationsSetToLayers(name, [_layer(word, package) for word in words], attributes)
+                layers = [layer for word in words for layer in _layers(word, package)]
+                capabilities.OperationsSetToLayers(name, layers, attributes)
     return tpc
 
 
+#: framework -> the modules that hold its layers and functions
+_MODULES = {"torch": ("torch.nn", "torch", "torch.nn.functional"), "keras": ("keras.layers", "keras.ops")}
+
+
+def _layers(word: str, package: str) -> list[Any]:
+    """Return the classes and functions that a name in layers.yaml stands for; "*name" may stand for several."""
+    if not word.startswith("*"):
+        return [_layer(word, package)]
+    name, members = word[1:], [vars(import_module(m)).items() for m in _MODULES[package]]
+    public = [(k, v) for many in members for k, v in many if "_" not in k[0] + k[-1]]
+    alike = [v for k, v in public if normalize_name(k) == normalize_name(name)]
+    if package == "keras" and hasattr(import_module("keras.activations"), name):
+        alike.append(_layer(f"layers.Activation?activation={name}", package))
+    return list(dict.fromkeys(alike))
+
+
 def _layer(word: str, package: str) -> Any:
-    """Return the class or function that a name in layers.yaml stands for; "name?attribute=value" filters its layers."""
+    """Return the class or function of one name; "name?attribute=value" filters its layers."""
     path, _, condition = word.partition("?")
     layer = pkgutil.resolve_name(path if path.startswith("operator.") else f"{package}.{path}")
     attribute, _, value = condition.partition("=")
