@@ -14,21 +14,10 @@ from chipfit.engine.operand_checks import checked
 
 
 def lstm(
-    x: Tensor,
-    w: Tensor,
-    r: Tensor,
-    b: Tensor | None = None,
-    rb: Tensor | None = None,
-    h: Tensor | None = None,
-    c: Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    *,
-    gates: str,
-    reverse: bool,
-    cell_clip: float | None = None,
+    x: Tensor, w: Tensor, r: Tensor, *others: Tensor | None, gates: str, reverse: bool, cell_clip: float | None = None
 ) -> tuple[Tensor, ...]:
-    """Run an LSTM."""
+    """Run an LSTM; the other operands are biases, states h and c, a mask and lengths."""
+    b, rb, h, c, mask, lengths = _with_missing(others, 6)
     if mask is not None or lengths is not None:
         one = partial(lstm, gates=gates, reverse=False, cell_clip=cell_clip)
         return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0], _state(x, r, c)[0]], mask, lengths, reverse)
@@ -48,7 +37,7 @@ def cell_states(x: Tensor, w: Tensor, r: Tensor, *others: Tensor | None, reverse
         others: biases and states, as of `lstm`.
         attrs: further attributes of `lstm`.
     """
-    b, rb, h, c = (*others, None, None, None, None)[:4]
+    b, rb, h, c = _with_missing(others, 4)
     found = list[Tensor]()
     for step in _steps(x, reverse).unbind(1):
         h, c = lstm(step, w, r, b, rb, h, c, reverse=False, **attrs)
@@ -57,20 +46,10 @@ def cell_states(x: Tensor, w: Tensor, r: Tensor, *others: Tensor | None, reverse
 
 
 def gru(
-    x: Tensor,
-    w: Tensor,
-    r: Tensor,
-    b: Tensor | None = None,
-    rb: Tensor | None = None,
-    h: Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    *,
-    gates: str,
-    reverse: bool,
-    reset_after: bool,
+    x: Tensor, w: Tensor, r: Tensor, *others: Tensor | None, gates: str, reverse: bool, reset_after: bool
 ) -> tuple[Tensor, ...]:
-    """Run a GRU."""
+    """Run a GRU; the other operands are biases, the state h, a mask and lengths."""
+    b, rb, h, mask, lengths = _with_missing(others, 5)
     if mask is not None or lengths is not None:
         one = partial(gru, gates=gates, reverse=False, reset_after=reset_after)
         return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, lengths, reverse)
@@ -83,24 +62,13 @@ def gru(
     return _results(y, x, reverse)
 
 
-def rnn(
-    x: Tensor,
-    w: Tensor,
-    r: Tensor,
-    b: Tensor | None = None,
-    rb: Tensor | None = None,
-    h: Tensor | None = None,
-    mask: Tensor | None = None,
-    lengths: Tensor | None = None,
-    *,
-    reverse: bool,
-    activation: str,
-) -> tuple[Tensor, ...]:
-    """Run a simple recurrent layer.
+def rnn(x: Tensor, w: Tensor, r: Tensor, *others: Tensor | None, reverse: bool, activation: str) -> tuple[Tensor, ...]:
+    """Run a simple recurrent layer; the other operands are those of `gru`.
 
     Raises:
         ValueError: the activation has another name than "tanh" and "relu".
     """
+    b, rb, h, mask, lengths = _with_missing(others, 5)
     kinds = {"tanh": torch.ops.aten.rnn_tanh.input, "relu": torch.ops.aten.rnn_relu.input}
     if activation not in kinds:
         raise ValueError(f"a recurrent layer has no activation {activation!r}")
@@ -109,6 +77,11 @@ def rnn(
         return _masked(one, x, [w, r, b, rb], [_state(x, r, h)[0]], mask, lengths, reverse)
     y, _ = _run(kinds[activation], _steps(x, reverse), _state(x, r, h), [w, r, b, rb])
     return _results(y, x, reverse)
+
+
+def _with_missing(operands: Sequence[Tensor | None], count: int) -> tuple[Tensor | None, ...]:
+    """Return operands with None for those that are missing at the end."""
+    return (*operands, *[None] * count)[:count]
 
 
 def _ordered(t: Tensor | None, gates: str, order: str) -> Tensor | None:
