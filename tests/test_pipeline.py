@@ -67,7 +67,7 @@ def test_options_of_the_right_kind_are_accepted(options):
     ids=str,
 )
 def test_options_of_the_wrong_kind_are_refused_before_anything_is_read(options, allowed):
-    with pytest.raises(ConfigError, match=f"'{next(iter(options))}' is not understood.*{allowed}"):
+    with pytest.raises(ConfigError, match=f"Value of option '{next(iter(options))}' is not allowed.*{allowed}"):
         chipfit.quantize(None, None, "no_such_chip", **options)
 
 

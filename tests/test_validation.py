@@ -87,5 +87,5 @@ def test_arguments_of_a_constructor_are_validated_by_their_annotations():
 def test_a_type_may_describe_its_allowed_values():
     even = Annotated[int, Field(multiple_of=2), allowed("an even number")]
     assert check_value(even, 4, ConfigError, "Thing", "size") == 4
-    with pytest.raises(ConfigError, match="'size' is not understood. Where: Thing. Got: 3. Allowed: an even number"):
+    with pytest.raises(ConfigError, match="'size' is not allowed. Where: Thing. Got: 3. Allowed: an even number"):
         check_value(even, 3, ConfigError, "Thing", "size")

@@ -536,8 +536,8 @@ def parse_json(text: str, failure: type[ChipfitError], *, where: str) -> Any:
             json.dumps(json.loads(text), ensure_ascii=False).encode()
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as e:
-        raise failure(f"This is not JSON: {e.msg}", where=f"{where}, line {e.lineno}, column {e.colno}") from e
+        raise failure(f"The text is not JSON: {e.msg}", where=f"{where}, line {e.lineno}, column {e.colno}") from e
     except ValueError as e:  # NaN, an integer of thousands of digits, half a character
-        raise failure(f"A number or a text is not understood: {e}", where=where) from e
+        raise failure(f"The JSON has an invalid number or text: {e}", where=where) from e
     except RecursionError as e:
         raise failure("The data nest too deep to be read", where=where) from e

@@ -337,7 +337,7 @@ def create(kind: str, text: str, **settings: Any) -> Any:
         if not (is_default or _is_allowed(value, annotation, most)):
             allowed = {"bool": "True or False", "int": "an integer above 0", "str": "a text"}
             got, of = repr(value)[:120], allowed.get(annotation, "a number above 0")
-            raise ConfigError(f"Setting '{setting}' of {label} '{name}' is not understood", got=got, allowed=of)
+            raise ConfigError(f"Value of setting '{setting}' of {label} '{name}' is not allowed", got=got, allowed=of)
     return make(**own | settings)
 
 

@@ -49,7 +49,7 @@ def check_options(settings: Any, rules: RangeRules, limits: Any, seed: Any) -> N
     )
     for name, value, valid, allowed in options:
         if not valid:
-            raise ConfigError(f"Option '{name}' is not understood", got=repr(value)[:120], allowed=allowed)
+            raise ConfigError(f"Value of option '{name}' is not allowed", got=repr(value)[:120], allowed=allowed)
     for rule in (rules.rule, rules.weight_rule):
         rule_of(rule)
     steps.enabled(settings, "correct")

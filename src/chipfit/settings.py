@@ -101,7 +101,7 @@ class Settings(metaclass=_WithSignature):
         for name, value in chosen.items():
             check_known("setting", name, settings)
             if allowed := _allowed_instead(settings[name], value):
-                raise PlanError(f"The setting '{name}' is not understood", got=repr(value), allowed=allowed)
+                raise PlanError(f"Value of setting '{name}' is not allowed", got=repr(value), allowed=allowed)
         differs = {k: chosen[k] for k, s in settings.items() if k in chosen and chosen[k] != s.default}
         object.__setattr__(self, "_chosen", differs)
 

@@ -237,7 +237,7 @@ def _message(path: Path, errors: Sequence[Any], kind: Any) -> tuple[str, dict[st
     others = [_ALLOWED[x["type"]].format(**x.get("ctx", {})) for x in errors if x["type"] in _ALLOWED]
     words = ", or ".join(dict.fromkeys([*literals, *(_ALLOWED.get(w, w) for w in others)]))
     if literals or len(errors) > 1 or first["type"] == "allowed":
-        return f"Value of {name} is not understood", facts | {"allowed": words}
+        return f"Value of {name} is not allowed", facts | {"allowed": words}
     if others:
         return f"{name} must be {words}", facts
     return first["msg"].removeprefix("Value error, ").replace("Input should", f"{name} should"), facts

@@ -252,9 +252,9 @@ def test_named_layers_keep_their_channels():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"limits": Limits(loss=0.1)}, "'limits' is not understood"),
-        ({"limits": "70%"}, "'limits' is not understood"),
-        ({"limits": Limits(bops="70%"), "simd": 0}, "'simd' is not understood"),
+        ({"limits": Limits(loss=0.1)}, "'limits' is not allowed"),
+        ({"limits": "70%"}, "'limits' is not allowed"),
+        ({"limits": Limits(bops="70%"), "simd": 0}, "'simd' is not allowed"),
         ({"limits": Limits(bops="70%"), "importance": "taylor"}, "importance metric named 'taylor'"),
     ],
 )

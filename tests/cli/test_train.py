@@ -83,7 +83,7 @@ def test_an_algorithm_of_ones_own_trains_by_the_place_of_its_class(folder):
         "mine:Half(shard=1)": "share",
         "mine:Other": "not registered|training algorithm",
         "mine:OurActivations": "none of OurActivations quantizes",
-        "mine:register": "training is not understood",
+        "mine:register": "must be a name or",
     }
     for method, says in wrong.items():
         done = command("train", "saved", "--data", "d.npz", "--method", method, "--out", "refused")

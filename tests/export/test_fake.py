@@ -84,8 +84,8 @@ def test_a_weight_that_one_operator_reads_unrounded_is_there_twice():
     [
         ("graphcore_fp8", ".onnx", {}, errors.UnsupportedError, "is rounded.*table.*`.json`"),
         ("tflite_dynamic", ".onnx", {}, errors.UnsupportedError, "found at each call.*without `format`"),
-        ("imx500", ".keras", {}, errors.UnsupportedError, "PyTorch has no such files.*Allowed: .pt2, .pt"),
-        ("imx500", ".json", {}, errors.ConfigError, "Format 'fake' has no such files.*Allowed: .onnx, .tflite, .pt2"),
+        ("imx500", ".keras", {}, errors.UnsupportedError, "PyTorch cannot write this suffix.*Allowed: .pt2, .pt"),
+        ("imx500", ".json", {}, errors.ConfigError, "Format 'fake' cannot write this suffix.*: .onnx, .tflite"),
         ("imx500", ".pt2", {"opset": 17}, errors.ConfigError, "A .pt2 file has no option `opset`.*Allowed: .onnx"),
         ("imx500", ".onnx", {"io": "int8"}, errors.ConfigError, "A 'fake' file has no option `io`"),
         ("imx500", ".onnx", {"format": "faek"}, errors.UnknownNameError, "file format.*faek.*fake"),

@@ -85,5 +85,7 @@ def test_the_names_of_mct_write_keras_and_tflite_files(tmp_path):
 
 def test_a_suffix_of_another_framework_is_refused(tmp_path):
     result = quantized(keras_sequential((4,), LAYERS.Dense(3)), [np.ones((2, 4), "float32")], "imx500")
-    with pytest.raises(errors.UnsupportedError, match="Keras has no such files.*Allowed: .keras, .onnx, .tflite"):
+    with pytest.raises(
+        errors.UnsupportedError, match="Keras cannot write this suffix.*Allowed: .keras, .onnx, .tflite"
+    ):
         result.export(tmp_path / "m.pt2", format="fake")

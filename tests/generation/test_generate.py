@@ -175,7 +175,7 @@ def test_sizes_that_a_model_itself_tells_are_used():
         (lambda: made(network(), example=None), r"the shape of the inputs is unknown.*example=torch.zeros"),
         (lambda: made(network(), options=Generation(steps=3, rate=1e25)), "diverged.*lower learning rate"),
         (lambda: made(network(), 0), r"whole number above 0.*Got: 0"),
-        (lambda: made(network(), options={"steps": 3}), r"'options'.*Got: dict.*Generation"),
+        (lambda: made(network(), options={"steps": 3}), r"'options' must be a .*Generation. Got: dict"),
         (lambda: Generation(steps=0), "steps"),
         (lambda: Generation(step=3), "step.*Try: 'steps'"),
         (lambda: Generation(output="max"), "output"),

@@ -429,7 +429,7 @@ SEARCH = core.MixedPrecisionQuantizationConfig
         ),
         ({"config": QuantizationConfig()}, errors.ConfigError, "CoreConfig"),
         ({"target_resource_utilization": 1000}, errors.ConfigError, "ResourceUtilization"),
-        ({"platform": 8}, errors.PlatformError, "platform is not understood"),
+        ({"platform": 8}, errors.PlatformError, "platform must be given by name, path or record"),
     ],
 )
 def test_unsupported_options_and_arguments_of_the_wrong_type_are_refused(net, arguments, error, says):

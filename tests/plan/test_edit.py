@@ -78,7 +78,7 @@ def test_mistakes_are_typed_errors(fitted):
         result.plan["head.wieght"]
     with pytest.raises(NothingQuantizedError):
         result.edit({"Conv2D": "float", "Linear": "float", "Relu": "float", "Add": "float", "GlobalAvgPool": "float"})
-    with pytest.raises(PlanError, match="not understood"):
+    with pytest.raises(PlanError, match="has an unknown form"):
         result.edit({"head": {"bitz": 4}})
 
 

@@ -327,7 +327,7 @@ IN_PLAN = {
     "a tensor of another network": (lambda d: d["tensors"].update(z={"role": "activation"}), "does not have.*z"),
     "an unknown field": (lambda d: _first(d).update(colour="red"), "'colour' is unknown"),
     "a key too few": (lambda d: d.pop("ties"), "'ties' is missing"),
-    "a grid of no kind": (lambda d: _first(d)["grid"].update(kind="x"), "'kind' is not understood"),
+    "a grid of no kind": (lambda d: _first(d)["grid"].update(kind="x"), "'kind' is not allowed"),
     "instructions of no channels": (lambda d: _first(d, "nodes").update(simd=0), "'simd' must be a number above 0"),
     "a bound on nothing": (_bound(terms=[]), "Scale bound is not valid"),
     "a power that is too large": (_bound(terms=[{"$tuple": ["relu", 10**400]}]), "Scale bound is not valid"),
@@ -347,7 +347,7 @@ IN_PLAN = {
     "65 bits": (_grid(bits=65), "no codes"),
     "a negative least scale": (_grid(scale_min=-1.0), "least scale"),
     "a least scale of next to nothing": (_grid(scale_min=1e-60), "least scale"),
-    "a zero point of text": (_grid(zero="x"), "'zero' is not understood"),
+    "a zero point of text": (_grid(zero="x"), "'zero' is not allowed"),
 }
 IN_GRAPH = {
     "another schema": (lambda d: d.update(schema=99), r"schema version .* Got: 99"),

@@ -293,7 +293,7 @@ def test_a_revision_that_is_not_text_is_unknown(name):
 
 @pytest.mark.parametrize("gives", [lambda: None, lambda: "ort_cpu", lambda: 3])
 def test_an_object_that_returns_no_platform_is_refused(gives):
-    with pytest.raises(PlatformError, match="platform is not understood"):
+    with pytest.raises(PlatformError, match="platform must be given by name, path or record"):
         load(SimpleNamespace(to_platform=gives))
 
 

@@ -268,7 +268,7 @@ def test_a_report_of_an_unknown_form_is_refused(tmp_path):
     from chipfit.report.report import check_suffix
 
     for name in ("report", "report.htm", "report.HTML"):
-        with pytest.raises(ExportError, match=r"not understood.*Allowed: \.html or \.json"):
+        with pytest.raises(ExportError, match=r"cannot have this suffix.*Allowed: \.html or \.json"):
             check_suffix(tmp_path / name)
 
 

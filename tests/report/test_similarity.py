@@ -65,7 +65,7 @@ def test_a_metric_of_the_user_stands_beside_the_others(result):
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        ("mae", "Metric 'own' is not understood. Got: str"),
+        ("mae", "Metric 'own' must be a function of two tensors that returns a number. Got: str"),
         (lambda x, y: x, "Metric 'own' must return a number. Got: Tensor"),
         (lambda x, y: x.missing, r"Metric 'own' fails: AttributeError: .*missing.*values \[8, 8, 8, 8\] of '0'"),
     ],

@@ -63,7 +63,7 @@ def test_settings_stand_for_the_options_that_methods_declare():
         ("gptq(samples=2.5)", ConfigError, "'samples' of rounding method 'gptq'.*an integer above 0"),
         ("learned(scope='unit')", ConfigError, "[Ss]cope.*layer, block, network"),
         ("learned(scope=3)", ConfigError, "'scope' of rounding method 'learned'.*a text"),
-        (4, PlanError, "'rounding' is not understood.*'gptq', 'learned', 'nearest', 'off'"),
+        (4, PlanError, "'rounding' is not allowed.*'gptq', 'learned', 'nearest', 'off'"),
     ],
 )
 def test_a_method_that_does_not_exist_is_refused(text, error, message):

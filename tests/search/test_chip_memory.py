@@ -79,8 +79,8 @@ def test_the_layer_that_needs_most_ram_holds_its_input_and_its_output():
     [
         ({"flash": "1 MB", "weights": 10}, "about the same memory. Got: flash and weights"),
         ({"ram": "1 MB", "total": 10}, "about the same memory. Got: ram and total"),
-        ({"ram": "50%"}, "limit on ram is not understood.*number with one of B, KB"),
-        ({"flash": "2 parsecs"}, "limit on flash is not understood"),
+        ({"ram": "50%"}, "Limit on ram is not a valid amount.*number with one of B, KB"),
+        ({"flash": "2 parsecs"}, "Limit on flash is not a valid amount"),
     ],
 )
 def test_limits_that_contradict_each_other_or_are_no_memory_are_refused(limits, words):

@@ -188,7 +188,7 @@ def test_the_curve_falls_with_size_and_its_losses_are_those_of_the_networks_that
         result.pareto(DATA, shares=(1, 2))
     with pytest.raises(UnknownNameError, match="weights"):
         result.pareto(DATA, "weight")
-    with pytest.raises(ConfigError, match="weights is not understood"):
+    with pytest.raises(ConfigError, match="Limit on weights is not a valid amount"):
         result.pareto(DATA, shares=(-5,))
 
 
@@ -283,7 +283,7 @@ def test_a_limit_that_nothing_can_keep_says_where_and_what_takes_most():
 
 
 def test_limits_that_are_not_understood_are_refused():
-    with pytest.raises(ConfigError, match="weights is not understood"):
+    with pytest.raises(ConfigError, match="Limit on weights is not a valid amount"):
         parse_limits(["bops=50%", "weights"])
     with pytest.raises(UnknownNameError, match="There is no limit named 'bobs'. Try: 'bops'"):
         parse_limits(["bobs=9"])

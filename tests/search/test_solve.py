@@ -131,7 +131,7 @@ def test_amounts_are_numbers_texts_with_units_and_shares():
 
 @pytest.mark.parametrize("bad", ["abc", "5 parsecs", "-3", "", 0, -1, float("nan"), float("inf"), True, "0%"])
 def test_amounts_that_mean_nothing_are_refused(bad):
-    with pytest.raises(ConfigError, match="limit on weights"):
+    with pytest.raises(ConfigError, match="Limit on weights"):
         Limits(weights=bad)
 
 

@@ -153,7 +153,7 @@ class Options:
         )
         for name, value, fits, allowed in wrong:
             if not fits:
-                raise ConfigError(f"Option '{name}' is not understood", got=repr(value)[:120], allowed=allowed)
+                raise ConfigError(f"Value of option '{name}' is not allowed", got=repr(value)[:120], allowed=allowed)
         check_known("importance metric", self.importance, METRICS)
 
 

@@ -252,7 +252,9 @@ def _suffix(platform: chipfit.Platform, wanted: str | None) -> tuple[str, str | 
         suffix = f".{end}" if end else next((s for s in own_files if s in named[name]), named[name][0])
         if suffix not in named[name]:
             allowed = ", ".join(f"{name}{s}" for s in named[name])
-            raise UnsupportedError(f"Format '{name}' has no such files", got=f"--format {wanted}", allowed=allowed)
+            raise UnsupportedError(
+                f"Format '{name}' cannot write this suffix", got=f"--format {wanted}", allowed=allowed
+            )
         return suffix, name
     suffix = f".{wanted.removeprefix('.')}"
     declared_format(suffix)

@@ -276,12 +276,12 @@ def override_entries(overrides: Overrides | None) -> list[tuple[Any, Any]]:
     entries = [] if overrides is None else list(overrides.items()) if isinstance(overrides, Mapping) else overrides
     if not isinstance(entries, (list, tuple)) or any(not isinstance(e, (list, tuple)) or len(e) != 2 for e in entries):
         allowed = 'a table, or a list of pairs: layer -> "float" or a table of choices'
-        raise PlanError("The overrides are not understood", got=repr(overrides)[:120], allowed=allowed)
+        raise PlanError("Overrides must be a table or a list of pairs", got=repr(overrides)[:120], allowed=allowed)
     for pattern, _ in entries:
         is_filter = callable(getattr(pattern, "match", None)) and not isinstance(pattern, type)
         if not (isinstance(pattern, str) or is_filter):
             allowed = "a layer's path, a glob, an operator, a layer type, or a filter"
-            raise PlanError("The key of an override is not understood", got=repr(pattern)[:120], allowed=allowed)
+            raise PlanError("Key of an override does not name layers", got=repr(pattern)[:120], allowed=allowed)
     return [(pattern, choices) for pattern, choices in entries]
 
 
@@ -352,11 +352,11 @@ def check_choices(pattern: Any, choices: Any) -> None:
     """
     if not (isinstance(choices, Mapping) and choices and all(isinstance(k, str) and k in CHOICES for k in choices)):
         allowed = f'"float", or a table with {", ".join(CHOICES)}, such as {{"bits": 4, "activation_bits": 8}}'
-        raise PlanError(f"The override of '{pattern}' is not understood", got=repr(choices)[:120], allowed=allowed)
+        raise PlanError(f"Override of '{pattern}' has an unknown form", got=repr(choices)[:120], allowed=allowed)
     for k, v in choices.items():
         words, fits = CHOICES[k]
         if not fits(v):
-            raise PlanError(f"'{k}' of the override of '{pattern}' is not understood", got=repr(v)[:120], allowed=words)
+            raise PlanError(f"Value of '{k}' for '{pattern}' is not allowed", got=repr(v)[:120], allowed=words)
 
 
 def _check_input_choices(name: str, choices: Mapping[str, Any]) -> None:

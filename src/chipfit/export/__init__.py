@@ -50,7 +50,7 @@ def export(
     if known and (other := next((name for name in given if name not in known), None)):
         raise UnknownNameError(f"option of {path.suffix} files", other, known)
     if type(batch := given.get("batch", 1)) is not int or batch < 1:
-        raise ConfigError("Option 'batch' is not understood", got=repr(batch), allowed="a positive integer")
+        raise ConfigError("Option 'batch' must be a positive integer", got=repr(batch))
     return found.thing(graph, plan, path, platform, **given)
 
 
@@ -65,7 +65,7 @@ def format_of(suffix: str, name: str | None = None) -> Entry:
     found = declared_format(suffix) if name is None else entry("format", name)
     if suffix not in found.declares.suffixes:
         allowed = ", ".join(found.declares.suffixes)
-        raise ConfigError(f"Format '{name}' has no such files", got=suffix or "no suffix", allowed=allowed)
+        raise ConfigError(f"Format '{name}' cannot write this suffix", got=suffix or "no suffix", allowed=allowed)
     require(found, ExportError)
     return found
 

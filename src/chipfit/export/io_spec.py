@@ -2,7 +2,6 @@
 
 import ast
 import json
-import math
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -94,7 +93,7 @@ def io_types(io: Any) -> tuple[str, str]:
     kinds = (io, io) if isinstance(io, str) else tuple(io) if isinstance(io, (list, tuple)) else ()
     if len(kinds) != 2 or not all(isinstance(k, str) and (k == "float" or k in TYPES) for k in kinds):
         allowed = f"{', '.join(('float', *TYPES))}, or two of them, for inputs and outputs"
-        raise ConfigError("The type of inputs and outputs is not understood", got=repr(io), allowed=allowed)
+        raise ConfigError("Type of inputs and outputs is unknown", got=repr(io), allowed=allowed)
     return kinds
 
 
@@ -169,7 +168,7 @@ def _checked_labels(graph: Graph, labels: Any) -> list[str]:
     sizes = {s for s in graph.shape(graph.outputs[0])[1:] if s is not None}
     lines = isinstance(labels, (list, tuple)) and all(isinstance(n, str) and n and "\n" not in n for n in labels)
     if not lines:
-        raise ConfigError("Labels are not understood", got=repr(labels)[:80], allowed="a list of lines of text")
+        raise ConfigError("Labels must be a list of lines of text", got=repr(labels)[:80])
     if sizes and len(labels) not in sizes:
         allowed = " or ".join(map(str, sorted(sizes)))
         raise ConfigError("Labels do not fit the first output", got=len(labels), allowed=allowed)
@@ -179,7 +178,7 @@ def _checked_labels(graph: Graph, labels: Any) -> list[str]:
 def _checked_numbers(key: str, value: Any) -> list[float]:
     """Return means or deviations as a list; deviations must be positive."""
     numbers = list(value) if isinstance(value, (list, tuple)) else [value]
-    low = -math.inf if key == "mean" else 0.0
-    if not numbers or not all(is_number(v) and low < v for v in numbers):
-        raise ConfigError(f"`{key}` is not understood", got=repr(value)[:80], allowed=f"numbers above {low:g}")
+    if not numbers or not all(is_number(v) and (key == "mean" or v > 0) for v in numbers):
+        allowed = "finite numbers" if key == "mean" else "finite numbers above 0"
+        raise ConfigError(f"Value of option '{key}' is not allowed", got=repr(value)[:80], allowed=allowed)
     return [float(v) for v in numbers]

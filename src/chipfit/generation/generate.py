@@ -83,9 +83,7 @@ def generated(
         raise ConfigError("Number of generated inputs must be a whole number above 0", got=repr(n))
     if not isinstance(options, Generation):
         got = type(options).__name__
-        raise ConfigError(
-            "Option 'options' is not understood", got=got, allowed="chipfit.generation.options.Generation"
-        )
+        raise ConfigError("Option 'options' must be a chipfit.generation.options.Generation", got=got)
     graph = _captured(model, example)
     made = _Generator(graph, options, int(n), int(seed), Progress(progress))
     batches, distance = made.run()

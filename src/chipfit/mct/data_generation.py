@@ -247,7 +247,7 @@ def _generated(model: Any, count: int, example: torch.Tensor, config: Any) -> li
     if not isinstance(config, DataGenerationConfig):
         prefix = facts_of(framework_of(model)).title.lower()
         hint, got = f"get_{prefix}_data_generation_config()", type(config).__name__
-        raise ConfigError("Argument 'data_generation_config' is not understood", got=got, hint=hint)
+        raise ConfigError("Argument 'data_generation_config' must be a DataGenerationConfig", got=got, hint=hint)
     seed = int(torch.randint(1 << 62, ()))
     batches = generated(model, count, example=example, options=config.to_generation(), seed=seed)
     for note in batches.notes:  # which the images lose with their list
@@ -283,12 +283,12 @@ def _torch_optimizer(optimizer: Callable[..., Any]) -> Any:
     """Return the optimizer of torch with the name of a Keras one; other optimizers unchanged.
 
     Raises:
-        ConfigError: torch has no such optimizer.
+        ConfigError: the optimizer is unknown to torch.
     """
     if not isinstance(optimizer, type) or optimizer.__module__.partition(".")[0] not in ("keras", "tensorflow"):
         return optimizer
     known = {name.lower(): kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     found = known.get(optimizer.__name__.lower())
     if found is None:
-        raise ConfigError("Torch has no such optimizer", got=optimizer.__name__, allowed=", ".join(sorted(known)))
+        raise ConfigError("Optimizer is unknown to PyTorch", got=optimizer.__name__, allowed=", ".join(sorted(known)))
     return found

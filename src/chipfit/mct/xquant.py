@@ -74,7 +74,7 @@ def xquant_report_pytorch_experimental(
         by metric, `intermediate_similarity_metrics_repr` and `..._val` by layer and metric.
 
     Raises:
-        ConfigError: an argument is not understood, or a metric fails.
+        ConfigError: `quantized_model` comes from no facade, or a metric fails.
         DataError: a function yields nothing, or sizes at which the quantized network is another than the float model.
         RuntimeUnavailable: TensorBoard is not installed.
     """
@@ -109,7 +109,7 @@ def _result_of(model: Any) -> Result:
     result = link.of(model) if isinstance(link, ResultLink) else None
     if result is None:
         hint = "pass what pytorch_post_training_quantization or another facade returned; else Result.similarity(data)"
-        raise ConfigError("Argument 'quantized_model' is not understood", got=type(model).__name__, hint=hint)
+        raise ConfigError("Argument 'quantized_model' has no quantization result", got=type(model).__name__, hint=hint)
     try:
         check_untrained(result, "the report")
         return result

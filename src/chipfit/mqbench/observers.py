@@ -168,7 +168,7 @@ class ObserverBase(nn.Module):
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return x as [C, N]; C is 1 for a scale per tensor."""
         if self.ch_axis >= x.dim():
-            raise DataError("The tensor has no such channel axis", got=f"ch_axis={self.ch_axis} of {list(x.shape)}")
+            raise DataError("The tensor has no axis of this number", got=f"ch_axis={self.ch_axis} of {list(x.shape)}")
         x = x if x.dtype in (torch.float32, torch.float64) else x.float()
         return x.reshape(1, -1) if self.ch_axis < 0 else x.movedim(self.ch_axis, 0).flatten(1)
 

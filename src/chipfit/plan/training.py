@@ -56,7 +56,7 @@ class Training:
             return cls(given)
         if not isinstance(given, Mapping):
             allowed = 'a name such as "lsq", or {"weights": ..., "activations": ...}'
-            raise ConfigError("The training is not understood", got=repr(given)[:120], allowed=allowed)
+            raise ConfigError("Option 'training' must be a name or a table", got=repr(given)[:120], allowed=allowed)
         return cls(**given)
 
     def __post_init__(self) -> None:
@@ -128,8 +128,7 @@ def algorithm_of(chosen: str | Algorithm | type | None) -> Algorithm | None:
     if isinstance(chosen, Algorithm):
         return chosen
     if chosen is not None and not isinstance(chosen, str):
-        allowed = "the name of a training algorithm, or an instance of one"
-        raise ConfigError("The training algorithm is not understood", got=repr(chosen)[:120], allowed=allowed)
+        raise ConfigError("The training algorithm must be a name or an instance of Algorithm", got=repr(chosen)[:120])
     return create("training", chosen) if chosen else None
 
 

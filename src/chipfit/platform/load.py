@@ -59,7 +59,7 @@ def load(what: Target, arch: str | None = None) -> Platform:
         if not isinstance(platform, Platform):
             got = getattr(what, "__name__", type(what).__name__)
             allowed = "a name, a path, a Platform, or modelled capabilities"
-            raise PlatformError("The platform is not understood", got=got, allowed=allowed)
+            raise PlatformError("The platform must be given by name, path or record", got=got, allowed=allowed)
         return _select(platform, arch)
     text = str(what)
     if text.endswith(".json"):

@@ -34,7 +34,7 @@ def strategy_of(given: Any) -> int:
         ConfigError: it does not exist.
     """
     if given not in STRATEGIES or isinstance(given, bool):
-        raise ConfigError("There is no such way to fold a batch norm", got=repr(given), allowed=STRATEGIES)
+        raise ConfigError("Strategy to fold batch norms is unknown", got=repr(given), allowed=STRATEGIES)
     return int(given)
 
 

@@ -22,7 +22,7 @@ SUFFIXES = ".html", ".json"
 def check_suffix(path: Path) -> None:
     """Raise an ExportError unless a report can be written to a file of this name."""
     if path.suffix not in SUFFIXES:
-        raise ExportError("The form of the report is not understood", got=str(path), allowed=" or ".join(SUFFIXES))
+        raise ExportError("A report cannot have this suffix", got=str(path), allowed=" or ".join(SUFFIXES))
 
 
 def write_shown(shown: Any, path: str | Path, page: Callable[[Any], str]) -> Path:

@@ -173,8 +173,8 @@ def checked_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Metric]:
     """
     wrong = next((k for k, f in metrics.items() if not callable(f)), None)
     if wrong is not None:
-        got, allowed = type(metrics[wrong]).__name__, "a function of two tensors that returns a number"
-        raise ConfigError(f"Metric '{wrong}' is not understood", got=got, allowed=allowed)
+        what = f"Metric '{wrong}' must be a function of two tensors that returns a number"
+        raise ConfigError(what, got=type(metrics[wrong]).__name__)
     return metrics
 
 

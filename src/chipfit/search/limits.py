@@ -27,7 +27,7 @@ class Limits:
     change only where the network as it is does not fit.
 
     Raises:
-        ConfigError: an amount is not understood, two limits are about the same memory, or there is no limit.
+        ConfigError: an amount is not valid, two limits are about the same memory, or there is no limit.
         UnknownNameError: there is no such limit; there is none on time, which platforms do not state.
 
     Examples:
@@ -94,5 +94,5 @@ def parse_amount(value: Amount, whole: float, name: str) -> float:
     if not (is_number(number) and number > 0 and unit in units):
         allowed = ["a number above 0", *(["a share like '50%'"] if "%" in units else [])]
         allowed += [f"a number with one of {', '.join(_BYTES)}"] if "B" in units else []
-        raise ConfigError(f"The limit on {name} is not understood", got=repr(value), allowed=", or ".join(allowed))
+        raise ConfigError(f"Limit on {name} is not a valid amount", got=repr(value), allowed=", or ".join(allowed))
     return number * units[unit]

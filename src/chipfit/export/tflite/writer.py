@@ -81,7 +81,11 @@ def content(
     io = io_spec_of(graph, plan or Plan(), **ends)
     for q in (*io.inputs.values(), *io.outputs.values()):
         if q.type not in TYPES:
-            raise UnsupportedError("The file has no such integers", got=f"io: {q.type}", allowed="int8, uint8, int16")
+            raise UnsupportedError(
+                "TensorFlow Lite lacks this integer type",
+                got=f"io: {q.type}",
+                allowed="int8, uint8, int16",
+            )
     return Writer(graph, plan or Plan(), batch, keep_layout, io).write() + labels_archive(io.notes)
 
 

@@ -82,7 +82,7 @@ def _check_entry(config: dict[str, Any]) -> None:
     if isinstance(registered, str) and keras.saving.get_registered_object(registered) is not None:
         return  # registered by the user's program or by chipfit
     if not isinstance(name, str) or name in _CODE or name.startswith("__"):
-        raise GraphError(f"'{name}' holds code", got=f"module {module}", allowed="layers of Keras without code")
+        raise GraphError(f"'{name}' contains code", got=f"module {module}", allowed="layers of Keras without code")
     if isinstance(inner, dict) and isinstance(inner.get("vocabulary"), str):
         raise GraphError(f"'{name}' reads a file", got=inner["vocabulary"], allowed="a vocabulary inside the file")
     if kind == "function":

@@ -27,7 +27,7 @@ def save(graph: Graph, plan: Plan, path: Path) -> Path:
         UnsupportedError: another suffix, or Keras has no counterpart of an operator; see also `with_rounded_weights`.
     """
     if path.suffix != ".keras":
-        raise UnsupportedError("Keras has no such files", got=path.suffix, allowed=".keras, .onnx, .tflite")
+        raise UnsupportedError("Keras cannot write this suffix", got=path.suffix, allowed=".keras, .onnx, .tflite")
     model = FloatBuilder(*with_rounded_weights(graph, plan), Training()).build()
     with folder_beside(path) as folder:
         model.save(folder / path.name)

@@ -159,7 +159,7 @@ def _check_proto(proto: onnx.ModelProto, stored: StoredWeights, where: str) -> N
         hint = "export it again from the model that it was made from"
         raise CaptureError(what, where=where, got=got, allowed="3 or newer", hint=hint)
     if not proto.HasField("graph") or not proto.opset_import:
-        raise CaptureError("This is not an ONNX model, or it is cut off", where=where, allowed="a graph and its opset")
+        raise CaptureError("File is truncated or not an ONNX model", where=where, allowed="a graph and its opset")
     opset = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=_NEWEST)
     if not _OLDEST <= opset <= _NEWEST:
         allowed = f"{_OLDEST} to {_NEWEST}"

@@ -186,7 +186,7 @@ def _without_repetition(variants: list[list[tuple[int, ...]]]) -> list[list[tupl
 
 
 def batch_shapes(model: OnnxModel, batch: Any) -> list[tuple[int, ...]] | None:
-    """Return the shapes of the inputs in a batch of data; None if they are not understood."""
+    """Return the shapes of the inputs in a batch of data; None if they do not fit the model."""
     names = model.names()
     rows: Any = batch if isinstance(batch, (tuple, list)) else (batch,)
     if rows and isinstance(rows[0], Mapping):

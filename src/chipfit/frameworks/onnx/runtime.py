@@ -219,4 +219,4 @@ def _of_target(target: str) -> OnnxFunction:
             if domain not in ("", "com.microsoft"):
                 raise GraphError("An ONNX operator has an unknown domain", got=domain[:80])
             return OnnxFunction(node, opset)
-    raise GraphError("This is not an operator of ONNX", got=target[:120])
+    raise GraphError("Operator is unknown to ONNX", got=target[:120])

@@ -41,7 +41,7 @@ def save(graph: Graph, plan: Plan, path: Path, form: str) -> Path:
     """
     if form != "fake" or path.suffix not in (".pt2", ".pt"):
         allowed = ".pt2, .pt, .onnx, .tflite" if form == "fake" else ".onnx"
-        raise UnsupportedError("PyTorch has no such files", got=path.suffix, allowed=allowed)
+        raise UnsupportedError("PyTorch cannot write this suffix", got=path.suffix, allowed=allowed)
     rounded = rounded_network(graph, plan)
     program, inputs = _Program(QuantizedModule(rounded, Plan())).requires_grad_(False), tuple(example_inputs(rounded))
     with folder_beside(path) as folder, TRACING, quiet():
