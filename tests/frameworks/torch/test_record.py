@@ -220,7 +220,7 @@ def test_a_size_that_is_computed_with_is_read_from_the_input(name):
 UNRECORDABLE = {
     "a branch on a value": lambda m, x: x if x.sum() > 0 else -x,
     "a value as a number": lambda m, x: x * float(x.max()),
-    "a parameter as a number": lambda m, x: x * m.dense.bias[0].item(),
+    "a value as a bound of Python": lambda m, x: x * max(x.max().item(), 0.5),
     "a value that depends on the batch": lambda m, x: x if (torch.arange(x.shape[0]) > 9).any() else -x,
     "values in numpy": lambda m, x: x * float(x.numpy().max()),
     "values in a list": lambda m, x: x * x.tolist()[0][0],
@@ -264,6 +264,22 @@ def test_values_that_do_not_depend_on_the_input_may_be_read():
     model.register_buffer("ready", torch.tensor(True))
     model.register_buffer("count", torch.tensor(3))
     graph, x = watched(model, torch.randn(2, 3, 4)), torch.randn(5, 3, 4)
+    torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x))
+
+
+READ = {
+    "a maximum": lambda m, x: m.dense(x) / x.abs().max().item(),
+    "bounds": lambda m, x: m.dense(x).clamp(-x[:1, :1].item(), 2 * x.max().item() + 1),
+    "a condition": lambda m, x: x.masked_fill(x > x.mean().item(), x.min().item()),
+    "a parameter": lambda m, x: m.dense(x).clamp(-m.table[0, 1].item(), m.dense.weight.abs().max().item()),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_number_of_a_tensor_follows_the_input(name):
+    model = Function(READ[name]).eval()
+    graph, x = watched(model, torch.rand(2, 4)), 3 * torch.rand(2, 4)
+    assert all(n.op != OPAQUE for n in graph)
     torch.testing.assert_close(run(graph, [x])[graph.outputs[0]], model(x))
 
 

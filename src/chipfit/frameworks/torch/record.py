@@ -261,7 +261,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
 
     def _placeholder(self, x: Any) -> str:
         n = self.graph.placeholder(f"in{len(self.graph.nodes)}")
-        n.meta |= {"val": x, "varies": isinstance(x, torch.nn.Parameter)}
+        n.meta |= {"val": x, "varies": False}
         if isinstance(x, torch.Tensor):
             n.meta["val"], self.calls[x] = symbolic(x), n
         return n.name
@@ -328,6 +328,10 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             return new if old == new else self.size(new, Fraction(new - old, self.new - self.old))
         return new if old == new else self.give_up()
 
+    def follows_inputs(self, t: torch.Tensor) -> bool:
+        """Return whether a tensor holds floats that depend on inputs."""
+        return t.is_floating_point() and t in self.calls and bool(self.calls[t].meta["varies"])
+
     def enter_function(self, function: Callable[..., Any]) -> None:
         name = function.__name__
         self._counts[name] = self._counts.get(name, 0) + 1
@@ -373,7 +377,7 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         return out
 
     def _read(self, op: torch._ops.OpOverload, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Return a number of tensors that depend neither on inputs nor on parameters, such as a mask made here."""
+        """Return a number of tensors that do not depend on inputs, such as a parameter, or a mask made here."""
         for n in map(self._node_of, tensors):
             if n.meta["varies"]:
                 self.give_up()
@@ -529,6 +533,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.run.enter_function(func)
+        if func is torch.Tensor.item and self.run.follows_inputs(args[0]):
+            return args[0].reshape(())  # arithmetic with this tensor has the results of that with the number
         out = func(*args, **(kwargs or {}))
         many = isinstance(out, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in out)
         operands = (*args, *chain.from_iterable((kwargs or {}).items()))
