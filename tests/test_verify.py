@@ -517,8 +517,12 @@ def comparator(device, graph, plan, platform="ort_cpu", suffix=".onnx", model=No
     return Comparator(graph, plan, load(platform), device, declared, model, Verification("chip", True), **more)
 
 
-def compared(results, label=None, filed=(), model=None, x=X, groups=(), limit=None, times=1) -> Verification:
+def compared(
+    results, label=None, filed=(), model=None, x=X, groups=(), limit=None, times=1, in_float=()
+) -> Verification:
     graph, plan = network()
+    nodes = {k: replace(n, exec="float") if k in in_float else n for k, n in plan.nodes.items()}
+    plan = replace(plan, nodes=nodes)
     found = comparator(
         Device(**results), graph, replace(plan, groups=groups), "tflite_int8", ".tflite", model,
         in_file=set(filed), end_to_end_samples=limit,
@@ -558,6 +562,11 @@ def test_a_runtime_may_leave_out_only_what_computes_nothing(name, filed, why, wr
     found = compared(result(**{name: None}), filed=filed)
     (left_out,) = (r for r in found.rows if r.tensor == name)
     assert (left_out.why, left_out.wrong, left_out.missed, left_out.elements) == (why, wrong, 6, 0)
+
+
+def test_a_runtime_may_leave_out_what_only_moves_values_though_it_is_planned_in_float():
+    found = compared(result(z=None), in_float=["f"])
+    assert [r.why for r in found.rows] == ["", "", "elided by the runtime"]
 
 
 def test_what_lies_inside_a_fused_kernel_is_not_compared():

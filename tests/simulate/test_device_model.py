@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import chipfit
 from chipfit.errors import UnsupportedError
 from chipfit.registry import lookup
+from tests.build import quantized
 from tests.zoo import make, unseen
 
 
@@ -134,6 +135,8 @@ def test_it_tells_which_operators_the_runtime_computes_in_float():
     device = chipfit.quantize(model, [batch], progress=False).device_model
     assert {"LayerNorm", "SDPA", "Gelu", "Mean"} == set(device.float_operators)
     assert "in float: Gelu, LayerNorm, Mean, SDPA" in repr(device)
+    integers = quantized(torch.nn.Conv2d(3, 4, 3), torch.randn(8, 3, 6, 6)).device_model
+    assert integers.float_operators == () and "in float: nothing" in repr(integers)
     assert not list(device.parameters()) and not device.training
     assert torch.equal(copy.deepcopy(device)(batch), device(batch))
 

@@ -8,9 +8,9 @@ from chipfit.graph.ir import Graph
 def sizes_in_front(graph: Graph) -> dict[str, int]:
     """Return values whose batch axis holds other axes in front of the samples, [L, N] in one, and their size L.
 
-    Results that depend on no input have 0: they are the same for all samples.
+    Results that depend on no input, and constants that the network returns, have 0: they are the same for all samples.
     """
-    found: dict[str, int] = {}
+    found = {o: 0 for o in graph.outputs if o in graph.weights}
     varying = {*graph.inputs}
     for n in graph.nodes:
         if varying.isdisjoint(n.inputs):

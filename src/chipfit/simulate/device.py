@@ -33,7 +33,7 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
     profile = profile_for(platform, kernels)
     graph, plan = with_integers(graph, plan)
     float_ops = float_operators(graph, plan, profile)
-    floats = {*float_results(graph, plan, profile), *graph.outputs}
+    floats = {*float_results(graph, plan, profile), *(o for o in graph.outputs if not plan.quantized(o))}
     if not platform.runtimes:
         what = f"No runtime proves '{platform.name}': this model computes what its description says, "
         warnings.warn(what + "which may not be what the chip does", stacklevel=3)

@@ -35,7 +35,7 @@ from chipfit.registry import DeviceRuntime, entries, entry, require
 from chipfit.rounding.outputs import output_labels
 from chipfit.settings import END_TO_END_SAMPLES
 from chipfit.simulate.device import float_operators, output
-from chipfit.simulate.integer import float_results, kernel_groups, profile_for, simulate
+from chipfit.simulate.integer import float_results, is_pass_through, kernel_groups, profile_for, simulate
 from chipfit.verify.comparisons import (
     OutputComparison,
     TensorComparison,
@@ -360,9 +360,11 @@ class Comparator:
 
     def _count_missing(self, row: TensorComparison, count: int) -> None:
         """Count a tensor that the device did not return: it may have elided only pass-through operators."""
-        maker = self.plan.nodes.get(self.graph.producers()[row.tensor].name) if row.op != "Input" else None
+        maker = self.graph.producers().get(row.tensor)
+        planned = None if maker is None else self.plan.nodes.get(maker.name)
+        may_elide = maker is not None and planned is not None and (planned.exec == "follow" or is_pass_through(maker))
         row.missed += count
-        if row.tensor in self.live and (row.tensor in self.in_file or maker is None or maker.exec != "follow"):
+        if row.tensor in self.live and (row.tensor in self.in_file or not may_elide):
             row.why, row.wrong = "missing from its results", "it is missing from the device's results"
         else:
             row.why = "elided by the runtime" if row.tensor in self.live else "without use for any output"

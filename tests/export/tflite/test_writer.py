@@ -253,12 +253,14 @@ def test_all_tensors_of_a_value_are_noted():
     assert said["batch_axis"] == dict.fromkeys(["t", "t/float", "t/dequantized", "y"], 1)
 
 
-def test_a_constant_that_comes_out_is_a_copy():
-    held = {"w": torch.tensor([[1.5, -2.0, 0.25]])}
+@pytest.mark.parametrize("numbers", [[[1.5, -2.0, 0.25]], 1.5])
+def test_a_constant_that_comes_out_is_a_copy(numbers):
+    held = {"w": torch.tensor(numbers)}
     raw = content(network(node("Relu", "x", "y"), x=(None, 4), y=(None, 4), weights=held, outputs=["w"]), None)
-    assert operators(raw)[-1] == "RESHAPE" and tensors(raw)["w/output"].shape.tolist() == [1, 3]
+    assert operators(raw)[-1] == "RESHAPE" and tensors(raw)["w/output"].shape.tolist() == [*np.shape(numbers)]
+    assert json.loads(entry(raw, "chipfit"))["in_front"]["w/output"] == 0
     got = computed(raw, np.zeros((1, 4), np.float32))
-    assert got.tolist() == [[1.5, -2.0, 0.25]]
+    assert got.tolist() == numbers
 
 
 @pytest.mark.parametrize("perm, turned, front", [((1, 0), (3, None), 3), ((0, 1), (None, 3), None)])

@@ -242,6 +242,7 @@ class Writer(TfliteBuilder):
 
     def _constant_output(self, name: str) -> int:
         """Add a copy of a constant: an operator must compute each output."""
+        self.begin(Node("io", "", (), (name,)))
         shape = self.shape(name)
         y = self.tensor(f"{name}/output", shape, TYPES[str(self.graph.weights[name].dtype).removeprefix("torch.")])
         self.op("RESHAPE", [self.weight(name), self.ints(*shape)], y, newShape=list(shape))
@@ -249,7 +250,7 @@ class Writer(TfliteBuilder):
 
     def _tensors_of(self, name: str) -> list[str]:
         """Return the tensors of the file that hold a value or weight."""
-        return [n for n in (name, f"{name}/float", f"{name}/dequantized") if n in self.index]
+        return [n for n in (name, f"{name}/float", f"{name}/dequantized", f"{name}/output") if n in self.index]
 
     def _notes(self, lines: Sequence[str]) -> dict[str, Any]:
         """Return what a runtime needs to read and write every value in the model's own layout; `lines` are images."""
@@ -258,7 +259,7 @@ class Writer(TfliteBuilder):
         batch_axis = {name: v.shape.index(None) for name, v in values.items() if None in v.shape}
         images = {n: list(c) for v, c in self.flattened.items() for n in self._tensors_of(v)}
         long = [n for v, ns in tensors.items() if self.short and values[v].dtype == "int64" for n in ns]
-        inside = {n: k for v, k in sizes_in_front(self.source).items() for n in tensors.get(v, ())}
+        inside = {n: k for v, k in sizes_in_front(self.source).items() for n in self._tensors_of(v)}
         forms = [self.forms.get(i) for i in self.source.inputs]
         notes = {
             "inputs": forms if any(forms) else [],
