@@ -86,7 +86,7 @@ def file_of(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("script.pt", "is a TorchScript program.*Try: build the module"),
+        ("script.pt", "is a TorchScript program.*Try: if you trust it.*net:build"),
         ("module.pt", r"is a pickled torch\.nn\.modules\.container\.Sequential.*torch\.export"),
         ("own.pth", r"is a pickled .*which could run any code"),
         ("weights.pth", "is a state dictionary.*load_state_dict.*weights_only=True"),

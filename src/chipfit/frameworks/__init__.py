@@ -97,8 +97,9 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     """
     from chipfit.engine.process import TRACING
 
+    framework = adapter_of(framework_of(model))
     with TRACING:
-        return adapter_of(framework_of(model)).capture(model, args, kwargs, others)
+        return framework.capture(framework.opened(model), args, kwargs, others)
 
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Any:

@@ -28,8 +28,8 @@ class _Kind(NamedTuple):
 
 _STATE_DICT = _Kind("a state dictionary: weights without a model", f"{_WEIGHTS}; {_FACTORY}")
 _SCRIPT = _Kind(
-    "a TorchScript program, which cannot be captured",
-    f"build the module in Python: model = Net(); model.load_state_dict(torch.jit.load(file).state_dict()); {_FACTORY}",
+    "a TorchScript program, which would be run to be read",
+    "if you trust it, write the factory `def build(): return torch.jit.load(file)` in net.py, and give net:build",
 )
 _POINTER = _Kind("a pointer of Git LFS, not the file itself", "git lfs pull, or download the file from its web page")
 _PAGE = _Kind("a web page, perhaps of an error, not the file itself", "download the file again")

@@ -10,6 +10,7 @@ import torch
 from chipfit.frameworks.adapter import Framework, included
 from chipfit.frameworks.torch.capture import capture, check_model
 from chipfit.frameworks.torch.device import device_named
+from chipfit.frameworks.torch.torchscript import with_modules
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.registry import register
@@ -43,8 +44,10 @@ class Torch(Framework):
         return isinstance(thing, torch.nn.Module)
 
     def opened(self, model: Any) -> Any:
-        """Return the module of a program of torch.export; anything else as it is."""
-        return model.module() if isinstance(model, torch.export.ExportedProgram) else model
+        """Return a module in place of a program of torch.export or of TorchScript; anything else as it is."""
+        if isinstance(model, torch.export.ExportedProgram):
+            return model.module()
+        return with_modules(model) if isinstance(model, torch.nn.Module) else model
 
     def run(self, model: Any, inputs: Any) -> Any:
         return model(inputs)

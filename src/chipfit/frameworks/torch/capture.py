@@ -42,6 +42,7 @@ from chipfit.frameworks.torch.program import (
 )
 from chipfit.frameworks.torch.record import record
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, varied_axes, ways
+from chipfit.frameworks.torch.torchscript import ScriptedModule
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.check import check
 from chipfit.graph.ir import FIXED_BATCH, Graph
@@ -133,13 +134,8 @@ def check_model(model: Any) -> None:
     """Check that a model can be read at all.
 
     Raises:
-        CaptureError: It is not a module, is scripted or quantized, lies on several devices, or a layer's name is not
-            valid text.
+        CaptureError: It is not a module, is quantized, lies on several devices, or a layer's name is not valid text.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        allowed = "a torch.nn.Module, or the module() of a program of torch.export"
-        what = "A scripted or traced module (torch.jit) cannot be read"
-        raise CaptureError(what, got=type(model).__name__, allowed=allowed, hint="pass the module that was scripted")
     if not isinstance(model, torch.nn.Module):
         hint = "pass the model object, not its class or its weights"
         raise CaptureError("A PyTorch model is an instance of torch.nn.Module", got=type(model).__name__, hint=hint)
@@ -189,13 +185,15 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
         batch, leaves = sizes[0].doubled(leaves)
         sizes = (batch, *sizes[1:])
     args, kwargs = call = pytree.tree_unflatten(leaves, tree)
-    copied, cast = _eval_copy(model)
-    own: Any = pytree.tree_unflatten(leaves, tree)  # the model may change its dictionaries and lists
     try:
-        with _without_compiler():
-            program, example_out = record(copied, own[0], own[1], sizes)
-        graph = translate(program, copied if cast else model, call, example_out)
+        graph, cast, short = _recorded(model, call, sizes)
     except Unrecordable as e:
+        if any(isinstance(m, ScriptedModule) for m in model.modules()):
+            hint = "pass the module that was scripted or traced"
+            raise RefusedCall(
+                f"The calls of the TorchScript program do not show what it computes: {short_message(e.__cause__ or e)}",
+                hint=hint,
+            ) from e
         copied, cast = _eval_copy(model)
         with _without_compiler():
             example_out = run_in_float32(copied, args, kwargs)
@@ -203,16 +201,35 @@ def _capture_way(model: torch.nn.Module, calls: Sequence[Any], sizes: Sequence[T
         if len(calls) > 1:
             raise CaptureError(_DEPENDS_ON_SIZE, where=users_line(e.__cause__ or e)) from e
         program = export(copied, args, kwargs, sizes)
-        graph = translate(program, copied if cast else model, call, example_out)
+        graph, short = translate(program, copied if cast else model, call, example_out), program.short
         if any(None in graph.shape(i) for i in graph.inputs) and _agrees(graph, call, example_out):
             _check_batch(graph, resized)
             for other, _ in resized:
                 _open_sizes(graph, other)
-    if types := sorted({*cast, *program.short}):
+    if types := sorted({*cast, *short}):
         graph.notes.append(
             f"warning: the model computes in {' and '.join(types)}; it was read, and is simulated, in float32"
         )
     return graph
+
+
+def _recorded(model: torch.nn.Module, call: Any, sizes: Sequence[TiedAxes]) -> tuple[Graph, set[str], frozenset[str]]:
+    """Read a model by watching it run; return the float types, too, that were cast, and those that it casts to.
+
+    Raises:
+        Unrecordable: Watching does not show what it computes.
+    """
+    for folds in (False, True):
+        copied, cast = _eval_copy(model)
+        own: Any = pytree.tree_map(lambda x: x, call)  # the model may change its dictionaries and lists
+        try:
+            with _without_compiler():
+                program, example_out = record(copied, own[0], own[1], sizes, folds)
+            return translate(program, copied if cast else model, call, example_out), cast, program.short
+        except Unrecordable as e:
+            if folds or not e.writes:
+                raise
+    raise AssertionError  # the second try returns or raises
 
 
 def _without_compiler() -> Any:

@@ -1,5 +1,6 @@
 """A traced model: calls of ATen operators with their origins in the user's code; both tracers return it."""
 
+import contextlib
 import dataclasses
 import itertools
 import linecache
@@ -24,7 +25,15 @@ _COPIES = ("clone", "_to_copy", "_unsafe_view")
 
 
 class Unrecordable(Exception):
-    """Watching a model run does not show what it computes, or for which batch sizes."""
+    """Watching a model run does not show what it computes, or for which batch sizes.
+
+    Args:
+        writes: it writes in place where that is not to be seen; perhaps in what depends on no input.
+    """
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.writes = writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,19 @@ class Program:
     out_tree: pytree.TreeSpec
     short: frozenset[str] = frozenset()  #: float types that the model casts to, read as float32
     batch: Sequence[Place] = ()  #: axes of the call's leaves that have as many elements as there are samples
+
+
+@contextlib.contextmanager
+def exporting(flag: bool) -> Iterator[None]:
+    """Let `torch.compiler.is_exporting()` be true, as `torch.export` does, or false: many models then skip checks."""
+    flags = {name: getattr(torch.compiler, name, False) for name in ("_is_compiling_flag", "_is_exporting_flag")}
+    try:
+        for name in flags:
+            setattr(torch.compiler, name, flag)
+        yield
+    finally:
+        for name, before in flags.items():
+            setattr(torch.compiler, name, before)
 
 
 def register_dataclasses(out: Any) -> None:

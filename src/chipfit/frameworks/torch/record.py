@@ -8,13 +8,12 @@ could hide something (the model reads values of its inputs, computes with sizes,
 `Unrecordable`, and the model is left to `torch.export`, where only the batch is open.
 """
 
-import contextlib
 import inspect
 import itertools
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import chain
 from types import FrameType
@@ -36,6 +35,7 @@ from chipfit.frameworks.torch.program import (
     Program,
     SymbolicTensor,
     Unrecordable,
+    exporting,
     needs_functionalization,
     register_dataclasses,
     symbolic,
@@ -43,6 +43,7 @@ from chipfit.frameworks.torch.program import (
     writes_shared_memory,
 )
 from chipfit.frameworks.torch.tied_axes import TiedAxes, batch_places, ways
+from chipfit.frameworks.torch.torchscript import ScriptedModule
 
 #: functions that read metadata of tensors and not their values, besides properties; and functions without effect here
 _METADATA = """
@@ -53,12 +54,14 @@ _CONVOLUTIONS = torch.ops.aten.conv1d, torch.ops.aten.conv2d, torch.ops.aten.con
 #: operators that return a number of a tensor, and functions that call them
 _READS = {torch.ops.aten.item.default, torch.ops.aten.is_nonzero.default, torch.ops.aten.equal.default}
 _READERS = "__bool__ __int__ __float__ __index__ item equal is_nonzero".split()
+#: operators that take shape and type of a tensor only
+_FILLED = "new_zeros new_ones new_full zeros_like ones_like full_like".split()
 #: tags of operators whose result depends on values
 _VALUE_DEPENDENT = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
 
 
 def record(
-    model: torch.nn.Module, args: Any, kwargs: Any, sizes: Sequence[TiedAxes] | None = None
+    model: torch.nn.Module, args: Any, kwargs: Any, sizes: Sequence[TiedAxes] | None = None, folds: bool = False
 ) -> tuple[Program, Any]:
     """Return the program of a model, and the model's result for the example.
 
@@ -66,6 +69,7 @@ def record(
         model: a copy, which gets hooks and whose state the runs may change.
         args, kwargs: tensors and constants, in any structure.
         sizes: the sizes that stay open; by default the batch, of at least two rows.
+        folds: what depends neither on values of inputs nor on weights is computed, and not recorded.
 
     Raises:
         Unrecordable: Watching the runs does not show what the model computes, or the model raises an exception.
@@ -82,26 +86,29 @@ def record(
         or any(_has_own_trace(m) for _, m in modules)
     ):
         raise Unrecordable
-    path, paths = _Path(), dict[int, list[str]]()
+    path, paths = _Path(_attributes(modules)), dict[int, list[str]]()
     for name, m in modules:
         paths.setdefault(id(m), []).append(name)
     for m in model.modules():
         path.track(m, paths[id(m)])
+        if isinstance(m, ScriptedModule):
+            path.programs |= {name: m.paths_of_tensors() for name in paths[id(m)]}
     every = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     stored = model.state_dict(keep_vars=True)
     weights = dict(sorted(chain(*every), key=lambda item: item[0] not in stored))
-    random_states, attributes = torch_states(), _attributes(modules)
-    first = _Run(names, weights, path)
+    random_states = torch_states()
+    folds = folds or bool(path.programs)  # TorchScript computes with sizes by operators
+    first = _Run(names, weights, path, folds)
     out = first.watch(model, leaves, tree)
     if not all(map(torch.equal, random_states, torch_states())):
         set_torch_states(random_states)
         raise Unrecordable
     for k, size in enumerate(sizes, 1):
-        run = _Run(names, weights, path, size.old, size.new, first)
+        run = _Run(names, weights, path, folds, size.old, size.new, first)
         run.watch(model, size.resized(leaves), tree)
         first.merge(run, k)
     first.drop_unused()
-    constants = first.constants_by_name(attributes, _attributes(modules))
+    constants = first.constants_by_name(path.attributes, _attributes(modules))
     weights = {**{name: w for name, w in weights.items() if name in stored}, **constants, **weights}
     more: dict[str, Any] = {"short": frozenset(first.short), "batch": batch_places(sizes)}
     return Program(
@@ -147,10 +154,16 @@ def _has_own_trace(m: torch.nn.Module) -> bool:
 
 
 class _Path(list[str]):
-    """The paths of the modules that run now; the innermost is last."""
+    """The paths of the modules that run now; the innermost is last.
 
-    def __init__(self) -> None:
+    Args:
+        attributes: tensors that modules hold as plain attributes, by path.
+    """
+
+    def __init__(self, attributes: dict[str, torch.Tensor]) -> None:
+        self.attributes = attributes
         self.seen = set[str]()  #: those that were entered in this run
+        self.programs: dict[str, dict[int, str]] = {}  #: path of a TorchScript program -> paths of tensors inside
 
     def track(self, m: torch.nn.Module, names: Sequence[str]) -> None:
         """Keep the path of a module here while it runs: the first one inside of the module around it that is new."""
@@ -238,24 +251,30 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         names: the names of the inputs.
         weights: parameters and buffers by name.
         path: the paths of the modules that run now; their hooks update it.
+        folds: see `record`.
         old, new: an open size in the first run and in this run.
         before: the first run; None in the first run.
     """
 
-    def __init__(self, names: Any, weights: Any, path: _Path, old: int = 0, new: int = 0, before: Any = None) -> None:
+    def __init__(
+        self, names: Any, weights: Any, path: _Path, folds: bool, old: int = 0, new: int = 0, before: Any = None
+    ) -> None:
         super().__init__()
-        self.path, self.old, self.new, self.before = path, old, new, before
+        self.path, self.folds, self.old, self.new, self.before = path, folds, old, new, before
         self.graph = torch.fx.Graph()
         self.calls = WeakIdKeyDictionary()  #: tensor -> the node that made it
         self.metadata: list[tuple[str, Any]] = []  #: (function, result) of each read of tensors' metadata
         self._last_read: tuple[Any, ...] = ()  #: the function and operands of the last read, if no call came since
         self.function: tuple[str, str] | None = None  #: the last torch function, as torch.export writes it
         self.failed = False  #: also if the model catches the exception
+        self.writes = False  #: it failed at a write in place
         self.short = set[str]()  #: float types that the model casts to, read as float32
         self.used_len = False  #: the model called len() of a batch, which is a plain int and hides the open size
         self._counts: dict[str, int] = {}
         self.weight_of = {self._placeholder(t): name for name, t in weights.items()}
         self.constants: dict[str, torch.Tensor] = {}  #: placeholder -> tensor from elsewhere
+        if folds:  # what modules hold may change between calls
+            self.constants |= {self._placeholder(t): t for t in path.attributes.values()}
         self.names, self.inputs = names, dict[str, str]()
         self.results: list[Any] = []
 
@@ -286,10 +305,10 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         args, kwargs = pytree.tree_unflatten(leaves, tree)
         self.path.seen.clear()
         try:
-            with torch.inference_mode(), _exporting(), padded_sequences(model), _Functions(self), self:
+            with torch.inference_mode(), exporting(True), padded_sequences(model), _Functions(self), self:
                 out = model(*args, **kwargs)
         except Exception as e:  # the user's code may raise anything
-            raise Unrecordable from e
+            raise Unrecordable(self.writes) from e
         if self.path:  # left by an exception that the model caught
             raise Unrecordable
         register_dataclasses(out)
@@ -306,7 +325,10 @@ class _Run(_DispatchHandler, TorchDispatchMode):
         name = function.__name__
         if args and isinstance(args[0], torch.Tensor) and args[0] in self.calls:
             self.calls[args[0]].meta["is_measured"] = True
+        if name == "__setitem__" and self.folds:  # its calls have been looked at
+            return result
         if name not in ("__get__", *_READERS, *_METADATA.split()):
+            self.writes = name == "__setitem__"
             self.give_up()
         # a cache reads sizes again that it cannot look up
         if len(read := (function, *args)) != len(self._last_read) or not all(map(_is_same, read, self._last_read)):
@@ -340,6 +362,9 @@ class _Run(_DispatchHandler, TorchDispatchMode):
     def call(self, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record a call, and make it."""
         self._last_read = ()
+        if self.folds and self._is_constant(op, args, kwargs):
+            with torch._C.DisableTorchFunction():
+                return op(*args, **kwargs)
         if op in _READS:
             return self._read(op, args)
         by_integers = op is torch.ops.aten.index.Tensor and _are_integers(args[1])
@@ -356,10 +381,12 @@ class _Run(_DispatchHandler, TorchDispatchMode):
                 return parts
         given = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
         n = self.graph.create_node("call_function", op, given[0], given[1], op.overloadpacket.__name__.lower())
-        n.meta |= {"nn_module_stack": {"": (self.path[-1], "")}, "torch_fn": self.function, "stack_trace": _line()}
+        path, function = self._origin(n, args)
+        n.meta |= {"nn_module_stack": {"": (path, "")}, "torch_fn": function, "stack_trace": _line()}
         n.meta["varies"] = any(m.meta["varies"] for m in n.all_input_nodes)
         writes = op._schema.is_mutable
         if writes and writes_shared_memory(n):
+            self.writes = True
             self.give_up()
         with torch._C.DisableTorchFunction():
             out = recorded_result(op, args, kwargs)
@@ -372,9 +399,31 @@ class _Run(_DispatchHandler, TorchDispatchMode):
             for k, t in enumerate(out):
                 self.calls[t] = self.graph.call_function(operator.getitem, (n, k))
                 self.calls[t].meta |= n.meta | {"val": symbolic(t)}
+        elif n.target.overloadpacket.__name__ in _METADATA.split():  # which TorchScript dispatches
+            given[0][0].meta["is_measured"] = True
+            self.graph.erase_node(n)
         else:
             self.give_up()
         return out
+
+    def _is_constant(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
+        """Return whether the result of a call depends neither on values of inputs nor on weights."""
+        if op.namespace != "aten":
+            return False
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        return op.overloadpacket.__name__ in _FILLED or not any(t in self.calls for t in tensors)
+
+    def _origin(self, n: torch.fx.Node, args: tuple[Any, ...]) -> tuple[str, tuple[str, str] | None]:
+        """Return the path of the module that makes a call, and torch's function.
+
+        A TorchScript program tells neither: they are the module that holds the first parameter, and the operator.
+        """
+        path = self.path[-1]
+        if path not in self.path.programs:
+            return path, self.function
+        places = (self.path.programs[path].get(id(x)) for x in args if isinstance(x, torch.Tensor))
+        inside = next((p for p in places if p), "")
+        return ".".join(filter(None, (path, inside))), (n.name, f"aten.{n.target.overloadpacket.__name__}")
 
     def _read(self, op: torch._ops.OpOverload, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return a number of tensors that do not depend on inputs, such as a parameter, or a mask made here."""
@@ -509,19 +558,6 @@ def _line() -> str:
     while frame is not None and (frame.f_code.co_name != "forward" or frame.f_code.co_filename.startswith(TORCH)):
         frame = frame.f_back
     return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}, in forward' if frame else ""
-
-
-@contextlib.contextmanager
-def _exporting() -> Iterator[None]:
-    """Let `torch.compiler.is_exporting()` be true, as `torch.export` does: many models then skip checks of values."""
-    flags = {name: getattr(torch.compiler, name, False) for name in ("_is_compiling_flag", "_is_exporting_flag")}
-    try:
-        for name in flags:
-            setattr(torch.compiler, name, True)
-        yield
-    finally:
-        for name, before in flags.items():
-            setattr(torch.compiler, name, before)
 
 
 class _Functions(TorchFunctionMode):
