@@ -8,7 +8,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -123,6 +123,151 @@ _CALIBRATION = 16  #: number of training batches used for calibration
 BUG_STATUS, INTERRUPTED_STATUS = 70, 130
 #: `click.UsageError`, of which recent versions of typer have their own
 _USAGE_ERROR: Any = typer.BadParameter.__bases__[0]
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """The options that say how images of a folder become inputs."""
+
+    input_size: InputSize = None
+    mean: Mean = None
+    std: Std = None
+
+    def load(self, data: str, **facts: Any) -> Any:
+        """Return the batches of --data; `facts` are those of the network, see `cli.inputs.inputs_of`."""
+        from chipfit.cli.inputs import load_data
+
+        return load_data(data, self.input_size, self.mean, self.std, **facts)
+
+
+@dataclass(frozen=True)
+class DecisionOptions:
+    """The options that become arguments of `chipfit.quantize`."""
+
+    rule: Rule = None
+    weight_rule: WeightRule = None
+    keep_float: KeepFloat = None
+    bits: Bits = None
+    limit: Annotated[list[str] | None, Option("--limit", help=_HELP["limit"])] = None
+    rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None
+    sets: Annotated[list[str] | None, Option("--set", help="NAME=VALUE, any of chipfit.Settings (repeatable)")] = None
+    config: Config = None
+    seed: Annotated[int | None, Option("--seed", **_SEED)] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `chipfit.quantize`."""
+        from chipfit.cli.choices import arguments, read_choices
+        from chipfit.cli.inputs import parse_limits
+
+        own = {"rule": self.rule, "weight_rule": self.weight_rule, "rounding": self.rounding, "seed": self.seed}
+        limits = parse_limits(self.limit) if self.limit else None
+        return arguments(
+            read_choices(self.config), self.sets or [], _overrides(self.keep_float, self.bits), limits, **own
+        )
+
+
+def _overrides(keep_float: list[str] | None, bits: list[str] | None) -> dict[str, Any]:
+    """Return the overrides of --float and --bits."""
+    from chipfit.cli.inputs import parse_bits
+
+    return {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The options of training."""
+
+    method: Annotated[str, Option("--method", help="training algorithm (with options), or module:Class")] = "lsq"
+    epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1
+    rate: Annotated[float, Option("--rate", help="initial learning rate, with cosine decay to 0")] = 0.001
+    batch_size: Annotated[int, Option("--batch-size", min=1, max=1 << 20, help="images per step")] = 32
+    loop: Annotated[str | None, Option("--loop", help="your training loop, module:function(model, data)")] = None
+
+    def algorithms(self) -> Any:
+        """Return the `Training` of --method.
+
+        Raises:
+            ConfigError: the method or the learning rate is out of bounds.
+        """
+        from chipfit.cli.train import parse_method
+        from chipfit.plan.training import Training
+
+        if not 0 < self.rate < 1e38:  # steps are computed in float32
+            raise ConfigError("Learning rate must be above 0 and below 1e38", got=self.rate)
+        return Training.of(parse_method(self.method))
+
+    def train(self, result: chipfit.Result, batches: Any, seed: int) -> None:
+        """Train the model of a result with the user's loop, or as a classifier."""
+        from chipfit.cli.train import train_classifier, train_with_loop
+
+        if self.loop is not None:
+            train_with_loop(result, self.loop, batches)
+        else:
+            train_classifier(result, batches, self.epochs, self.rate, self.batch_size, seed, _tell)
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """The options of the model file."""
+
+    wanted: Format = None
+    io: IoTypes = None
+    keep_layout: KeepLayout = False
+    labels: Labels = None
+    check: Check = None
+
+    def writer(self, platform: chipfit.Platform, out: Path, model: str, data: str) -> OutputWriter:
+        """Return the writer of a folder, after everything is refused that cannot be written.
+
+        Raises:
+            ConfigError: a type does not exist, or the file of labels cannot be read.
+            UnsupportedError, UnknownNameError: see `_suffix`.
+            RuntimeUnavailable: a library is missing.
+        """
+        from chipfit.export.io_spec import io_types
+
+        (suffix, form), io = _suffix(platform, self.wanted), self.io
+        options: dict[str, Any] = {"keep_layout": True} if self.keep_layout else {}
+        if io is not None:
+            options["io"] = io_types(tuple(io.split(",")) if "," in io else io)
+        if self.labels is not None:
+            options["labels"] = read_text(self.labels, ConfigError).splitlines()
+        check_replaceable(out, _OUTPUT)
+        check_writable(out)
+        _check_installed(platform, suffix, form, model, data, self.check)
+        return OutputWriter(out, suffix, {**options, "format": form}, self.check)
+
+
+@dataclass(frozen=True)
+class OutputWriter:
+    """The folder of a result: plan, model file and report."""
+
+    out: Path
+    suffix: str
+    options: dict[str, Any]  #: of `Result.export`
+    check: bool | None  #: whether to verify; None: if the platform has a runtime
+
+    def write(self, result: chipfit.Result, batches: Any, status: int = 0) -> NoReturn:
+        """Write plan, model file and report, verify, and exit with `status`, or 1 if the runtime differs."""
+        from chipfit.plan.saved import manifest
+
+        file, page = self.out / f"model{self.suffix}", self.out / "report.html"
+        with replace_folder(self.out, _OUTPUT) as new:  # all files, or none
+            result.save(new / "plan")
+            result.export(new / file.name, **self.options)
+            result.report.save(new / page.name)
+            (new / MANIFEST).write_text(manifest(dict.fromkeys(os.listdir(new))), encoding="utf-8")
+        runtimes, found = _runtimes(result.platform, self.suffix), None
+        if self.check or (self.check is None and runtimes):
+            runtime = next(iter(runtimes), "onnxruntime")
+            own = entry("runtime", runtime).declares.suffix == self.suffix and not self.options["format"]
+            delivered = file if own else None
+            found = result.verify(batches, batches=4, runtime=runtime, path=delivered)
+            result.report.save(page)
+            result.save(self.out / "plan")  # with a report that knows the verification
+        files = {"model": file, "plan": self.out / "plan", "report": page}
+        _show(result, files, found)
+        raise typer.Exit(status or int(found is not None and found.verdict == "departs"))
 
 
 def main() -> None:
@@ -301,52 +446,24 @@ def quantize(
     data: Calibration,
     platform: Chip = DEFAULT,
     out: Out = Path("chipfit_out"),
+    *,
     weights: Weights = None,
     requantize: Requantize = False,
-    rule: Rule = None,
-    weight_rule: WeightRule = None,
-    keep_float: KeepFloat = None,
-    bits: Bits = None,
-    limit: Annotated[
-        list[str] | None,
-        Option("--limit", help="search bit widths under a limit: weights=50%, bops=1e9, ram=256KiB, flash=1MiB"),
-    ] = None,
-    rounding: Annotated[str | None, Option("--rounding", help="rounding of weights: gptq, or nearest")] = None,
-    stream: Annotated[
-        bool, Option("--stream", help="write the network of one step of a sequence, with states as inputs and outputs")
-    ] = False,
-    sets: Annotated[list[str] | None, Option("--set", help="NAME=VALUE, any of chipfit.Settings (repeatable)")] = None,
-    config: Config = None,
-    wanted: Format = None,
-    io: IoTypes = None,
-    keep_layout: KeepLayout = False,
-    labels: Labels = None,
-    input_size: InputSize = None,
+    decisions: DecisionOptions,
+    stream: Annotated[bool, Option("--stream", help=_HELP["stream"])] = False,
+    files: FileOptions,
+    images: ImageOptions,
     shape: GeneratedShape = None,
-    mean: Mean = None,
-    std: Std = None,
-    seed: Annotated[int | None, Option("--seed", **_SEED)] = None,
     device: Device = None,
-    check: Check = None,
 ) -> None:
     """Quantize a model for a platform; write model file, plan and report. Exit status 1 if the runtime differs."""
-    from chipfit.cli.choices import arguments, read_choices
-    from chipfit.cli.inputs import generated_data, load_model, parse_bits, parse_limits
+    from chipfit.cli.inputs import generated_data, load_model
 
-    # refuse before any work what cannot be written
-    (suffix, form), io_options = _suffix(platform, wanted), _io_options(io, labels, keep_layout)
-    io_options["format"] = form
-    check_replaceable(out, _OUTPUT)
-    check_writable(out)
-    _check_installed(platform, suffix, form, model, data, check)
-    overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
-    own: dict[str, Any] = {"rule": rule, "weight_rule": weight_rule, "rounding": rounding, "seed": seed}
-    limits = parse_limits(limit) if limit else None
-    chosen = arguments(read_choices(config), sets or [], overrides, limits, **own)
+    writer, chosen = files.writer(platform, out, model, data), decisions.arguments()
     network = load_model(model, weights, device, requantize=requantize)
-    batches = generated_data(data, network, input_size or SIDE, chosen["seed"], shape)
+    batches = generated_data(data, network, images.input_size or SIDE, chosen["seed"], shape)
     if batches is None:
-        batches = _load_with_states(network, data, input_size, mean, std)
+        batches = _load_with_states(network, data, images)
     if stream:
         sequences = list(batches)
         step = chipfit.streaming(network, sequences[0])
@@ -355,17 +472,17 @@ def quantize(
         result = chipfit.quantize(network, batches, platform, progress=not OUTPUT.quiet, **chosen)
     except Interrupted as e:
         typer.echo("interrupted: writing the results so far; press Ctrl-C again to stop this as well", err=True)
-        _write_outputs(e.result, out, suffix, io_options, batches, False, INTERRUPTED_STATUS)
-    _write_outputs(result, out, suffix, io_options, batches, check)
+        replace(writer, check=False).write(e.result, batches, INTERRUPTED_STATUS)
+    writer.write(result, batches)
 
 
-def _load_with_states(network: Any, data: str, *of_images: Any) -> Any:
+def _load_with_states(network: Any, data: str, images: ImageOptions) -> Any:
     """Load batches for a network, with the states of one that computes a single step of a sequence."""
     from chipfit.calibration.data import add_states
-    from chipfit.cli.inputs import inputs_of, load_data
+    from chipfit.cli.inputs import inputs_of
     from chipfit.frameworks import adapter_of, framework_of
 
-    batches = load_data(data, *of_images, **inputs_of(network))
+    batches = images.load(data, **inputs_of(network))
     return add_states(batches, adapter_of(framework_of(network)).steps(network))
 
 
@@ -380,19 +497,18 @@ def prune(
     keep: Annotated[list[str] | None, Option("--keep", help="layers that keep all channels (repeatable)")] = None,
     importance: Annotated[str, Option("--importance", help="importance: fisher, lfh or magnitude")] = "fisher",
     simd: Annotated[int | None, Option("--simd", help="channels removed at a time; by default a SIMD width")] = None,
-    input_size: InputSize = None,
-    mean: Mean = None,
-    std: Std = None,
+    *,
+    images: ImageOptions,
     seed: Seed = 0,
     device: Device = None,
 ) -> None:
     """Remove channels of a model until it keeps the limits, and write the smaller model, to quantize it."""
-    from chipfit.cli.inputs import inputs_of, load_data, load_model, parse_limits
+    from chipfit.cli.inputs import inputs_of, load_model, parse_limits
     from chipfit.frameworks import facts_of, framework_of
 
     network = load_model(model, weights, device)
     framework = framework_of(network)
-    batches, limits = load_data(data, input_size, mean, std, **inputs_of(network)), parse_limits(limit)
+    batches, limits = images.load(data, **inputs_of(network)), parse_limits(limit)
     options: dict[str, Any] = {"importance": importance, "keep": keep or (), "simd": simd, "seed": seed}
     pruned = chipfit.prune(network, batches, platform, limits=limits, **options)
     file = pruned.save(out or Path(f"pruned{facts_of(framework).suffix}"))
@@ -407,57 +523,36 @@ def train(
     what: Annotated[str, Argument(help="folder that `quantize` wrote, or a model as for `quantize`")],
     data: Annotated[str, Option("--data", help=".npz with x and y (labels), or module:iterable of (input, label)")],
     platform: Annotated[Any, Option("--platform", "-p", **_PLATFORM)] = None,
-    method: Annotated[str, Option("--method", help="training algorithm (with options), or module:Class")] = "lsq",
-    epochs: Annotated[int, Option("--epochs", min=1, max=1 << 20, help="passes over the data")] = 1,
-    rate: Annotated[float, Option("--rate", help="initial learning rate, with cosine decay to 0")] = 0.001,
-    batch_size: Annotated[int, Option("--batch-size", min=1, max=1 << 20, help="images per step")] = 32,
-    loop: Annotated[str | None, Option("--loop", help="your training loop, module:function(model, data)")] = None,
+    *,
+    training: TrainingOptions,
     out: Out = Path("chipfit_trained"),
     weights: Weights = None,
     keep_float: KeepFloat = None,
     bits: Bits = None,
-    wanted: Format = None,
-    io: IoTypes = None,
-    keep_layout: KeepLayout = False,
-    labels: Labels = None,
+    files: FileOptions,
     seed: Seed = 0,
     device: Device = None,
-    check: Check = None,
 ) -> None:
     """Train a quantized model on labelled data or with your own loop; write the same files as `quantize`."""
-    from chipfit.cli.inputs import inputs_of, load_data, load_model, parse_bits
-    from chipfit.cli.train import parse_method, train_classifier, train_with_loop
-    from chipfit.plan.training import Training
+    from chipfit.cli.inputs import inputs_of, load_data, load_model
 
-    if not 0 < rate < 1e38:  # steps are computed in float32
-        raise ConfigError("Learning rate must be above 0 and below 1e38", got=rate)
-    check_replaceable(out, _OUTPUT)
-    check_writable(out)
-    # before any work, as the suffix
-    training, io_options = Training.of(parse_method(method)), _io_options(io, labels, keep_layout)
-    saved = None
+    algorithms, saved = training.algorithms(), None
     if os.path.isdir(what):
         _refuse_options({"platform": platform, "weights": weights, "float": keep_float, "bits": bits}, what)
         saved = _load(Path(what), device)
     target = saved.platform if saved is not None else platform or _platform(DEFAULT)
-    suffix, io_options["format"] = _suffix(target, wanted)
-    _check_installed(target, suffix, io_options["format"], what, data, check)
+    writer = files.writer(target, out, what, data)
     if saved is not None:
         batches = load_data(data, **inputs_of(saved.graph))
-        result = saved.trains(training)
+        result = saved.trains(algorithms)
     else:
         network = load_model(what, weights, device)
         batches = load_data(data, **inputs_of(network))
-        overrides: dict[str, Any] = {**dict.fromkeys(keep_float or (), "float"), **parse_bits(bits or [])}
         some = batches[:_CALIBRATION] if isinstance(batches, list) else batches
-        result = chipfit.quantize(
-            network, some, target, overrides=overrides, training=training, seed=seed, progress=not OUTPUT.quiet
-        )
-    if loop is not None:
-        train_with_loop(result, loop, batches)
-    else:
-        train_classifier(result, batches, epochs, rate, batch_size, seed, _tell)
-    _write_outputs(result.trained(), out, suffix, io_options, batches, check)
+        options: dict[str, Any] = {"overrides": _overrides(keep_float, bits), "training": algorithms, "seed": seed}
+        result = chipfit.quantize(network, some, target, progress=not OUTPUT.quiet, **options)
+    training.train(result, batches, seed)
+    writer.write(result.trained(), batches)
 
 
 def _refuse_options(options: Mapping[str, Any], folder: str) -> None:
@@ -466,53 +561,6 @@ def _refuse_options(options: Mapping[str, Any], folder: str) -> None:
         if value:
             hint = "omit it, or pass the model instead of the folder"
             raise ConfigError(f"--{name} does not apply to a saved result", got=folder, hint=hint)
-
-
-def _io_options(io: str | None, labels: Path | None, keep_layout: bool) -> dict[str, Any]:
-    """Return the options of `Result.export` for inputs and outputs.
-
-    Raises:
-        ConfigError: a type does not exist, or the file of labels cannot be read.
-    """
-    from chipfit.export.io_spec import io_types
-
-    options: dict[str, Any] = {"keep_layout": True} if keep_layout else {}
-    if io is not None:
-        options["io"] = io_types(tuple(io.split(",")) if "," in io else io)
-    if labels is not None:
-        options["labels"] = read_text(labels, ConfigError).splitlines()
-    return options
-
-
-def _write_outputs(
-    result: chipfit.Result,
-    out: Path,
-    suffix: str,
-    io_options: dict[str, Any],
-    batches: Any,
-    check: bool | None,
-    status: int = 0,
-) -> NoReturn:
-    """Write plan, model file and report, verify, and exit with status 1 if the runtime differs."""
-    from chipfit.plan.saved import manifest
-
-    file, page = out / f"model{suffix}", out / "report.html"
-    with replace_folder(out, _OUTPUT) as new:  # all files, or none
-        result.save(new / "plan")
-        result.export(new / file.name, **io_options)
-        result.report.save(new / page.name)
-        (new / MANIFEST).write_text(manifest(dict.fromkeys(os.listdir(new))), encoding="utf-8")
-    runtimes, found = _runtimes(result.platform, suffix), None
-    if check or (check is None and runtimes):
-        runtime = next(iter(runtimes), "onnxruntime")
-        own = entry("runtime", runtime).declares.suffix == suffix and not io_options["format"]
-        delivered = file if own else None
-        found = result.verify(batches, batches=4, runtime=runtime, path=delivered)
-        result.report.save(page)
-        result.save(out / "plan")  # with a report that knows the verification
-    files = {"model": file, "plan": out / "plan", "report": page}
-    _show(result, files, found)
-    raise typer.Exit(status or int(found is not None and found.verdict == "departs"))
 
 
 def _show(result: chipfit.Result, files: dict[str, Path], found: Any) -> None:
@@ -533,15 +581,14 @@ def verify(
     runtime: Runtime = None,
     file: Deployed = None,
     report: ReportFile = None,
-    input_size: InputSize = None,
-    mean: Mean = None,
-    std: Std = None,
+    *,
+    images: ImageOptions,
 ) -> None:
     """Run a saved result, or a quantized .tflite or .onnx file of any tool, on its runtime and compare all integers.
 
     Exit status 1 if file or runtime differ, 3 if a runtime differs for which exactness is not claimed.
     """
-    from chipfit.cli.inputs import inputs_of, load_data, load_model
+    from chipfit.cli.inputs import inputs_of, load_model
     from chipfit.report.report import check_suffix
     from chipfit.verify.file import is_file
 
@@ -550,11 +597,11 @@ def verify(
     if is_file(saved):
         if report is not None or file is not None:
             raise typer.BadParameter("a file without a saved result has no report", param_hint="SAVED")
-        batches = load_data(data, input_size, mean, std, **inputs_of(load_model(str(saved), requantize=True)))
+        batches = images.load(data, **inputs_of(load_model(str(saved), requantize=True)))
         found = chipfit.verify_file(saved, batches, runtime=runtime)
         raise typer.Exit(_show_comparison(found, str(found)))
     result = _load(saved)
-    batches = load_data(data, input_size, mean, std, **inputs_of(result.graph))
+    batches = images.load(data, **inputs_of(result.graph))
     found = result.verify(batches, runtime=runtime, path=file)
     page = None if report is None else result.report.save(report)
     raise typer.Exit(_show_comparison(found, found.summary(), page))
@@ -577,15 +624,13 @@ def time_(
     data: Data,
     runtime: Runtime = None,
     seconds: Annotated[float, Option("--seconds", min=0, max=3600, help="time to measure for")] = 2.0,
-    input_size: InputSize = None,
-    mean: Mean = None,
-    std: Std = None,
+    *,
+    images: ImageOptions,
 ) -> None:
     """Measure the float and the quantized file in turns on a runtime of this machine; show each operator's work."""
-    from chipfit.cli.inputs import load_data
 
     result = _load(saved)
-    batches = load_data(data, input_size, mean, std, framework=result.graph.framework)
+    batches = images.load(data, framework=result.graph.framework)
     found = result.time(batches, runtime=runtime, seconds=seconds)
     if OUTPUT.json:
         return print_document(found.to_dict())
@@ -614,19 +659,18 @@ def compare(
         str | None, Option("--data", help="as for verify; measures the noise of every layer in both")
     ] = None,
     report: ReportFile = None,
-    input_size: InputSize = None,
-    mean: Mean = None,
-    std: Std = None,
+    *,
+    images: ImageOptions,
 ) -> None:
     """Show two quantized networks beside each other: formats, scales, noise of each layer, size and time."""
-    from chipfit.cli.inputs import inputs_of, load_data
+    from chipfit.cli.inputs import inputs_of
     from chipfit.report.report import check_suffix
 
     if report is not None:
         check_suffix(report)
     batches = None
     if data is not None:
-        batches = load_data(data, input_size, mean, std, **inputs_of(_load(first).graph))
+        batches = images.load(data, **inputs_of(_load(first).graph))
     found = chipfit.compare(first, second, batches)
     page = None if report is None else found.save(report)
     if OUTPUT.json:
@@ -672,12 +716,11 @@ def explain(
     data: Annotated[str | None, Option("--data", help="as for quantize; ranks tensors by effect on accuracy")] = None,
     curve: Annotated[str | None, Option("--curve", help="show loss over size: weights, total or bops")] = None,
     device: Device = None,
-    input_size: InputSize = None,
-    mean: Mean = None,
-    std: Std = None,
+    *,
+    images: ImageOptions,
 ) -> None:
     """Show all decisions about a layer and their reasons; with data, the loss of each tensor at every bit width."""
-    from chipfit.cli.inputs import inputs_of, load_data
+    from chipfit.cli.inputs import inputs_of
     from chipfit.decide.overrides import match_layers
     from chipfit.verify.file import is_file, read_quantized
 
@@ -696,8 +739,8 @@ def explain(
     if layer is None and data is None:
         raise typer.BadParameter("name a layer, or pass --data", param_hint="LAYER")
     if data is not None:
-        images = load_data(data, input_size, mean, std, **inputs_of(result.graph))
-        searched = result.sensitivity(images) if curve is None else result.pareto(images, curve)
+        batches = images.load(data, **inputs_of(result.graph))
+        searched = result.sensitivity(batches) if curve is None else result.pareto(batches, curve)
     nodes = [] if layer is None else match_layers(result.graph, layer)
     if OUTPUT.json:
         return print_document(documents.explained(result, nodes, searched))

@@ -4,8 +4,8 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -31,25 +31,44 @@ OUTPUT = OutputOptions()
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds a function as a command with the options --json, --quiet and --verbose."""
+    """Return a decorator that adds a function as a command with the options --json, --quiet and --verbose.
+
+    A parameter whose type is a dataclass stands for its fields: each is an option.
+    """
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(function, eval_str=True)
+        groups: dict[str, Any] = {
+            p.name: p.annotation for p in signature.parameters.values() if is_dataclass(p.annotation)
+        }
+
         @functools.wraps(function)
         def run(**options: Any) -> Any:
-            return function(**{k: v for k, v in options.items() if k not in _HELP})
+            given = {k: v for k, v in options.items() if k not in _HELP}
+            for name, group in groups.items():
+                given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+            return function(**given)
 
-        signature = inspect.signature(function, eval_str=True)
         kind = inspect.Parameter.KEYWORD_ONLY
+        own_parameters = [o for p in signature.parameters.values() for o in _options_of(p)]
         more = [inspect.Parameter(k, kind, default=False, annotation=_flag(k, doc)) for k, doc in _HELP.items()]
-        vars(run)["__signature__"] = signature.replace(parameters=[*signature.parameters.values(), *more])
-        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-        run.__annotations__ |= {p.name: p.annotation for p in more}
+        vars(run)["__signature__"] = signature.replace(parameters=[*own_parameters, *more])
+        run.__annotations__ = {p.name: p.annotation for p in (*own_parameters, *more)}
         group = f"{app.info.name} " if isinstance(app.info.name, str) else ""
         own = name or function.__name__.removeprefix(f"{app.info.name}_")
         app.command(name, epilog="\n\n".join(["Examples:", *EXAMPLES[group + own]]))(run)
         return function
 
     return add
+
+
+def _options_of(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """Return a parameter, or those that the fields of its dataclass stand for."""
+    group = parameter.annotation
+    if not is_dataclass(group):
+        return [parameter]
+    types = get_type_hints(group, include_extras=True)
+    return [parameter.replace(name=f.name, default=f.default, annotation=types[f.name]) for f in fields(group)]
 
 
 _HELP = {

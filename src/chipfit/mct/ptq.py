@@ -214,11 +214,7 @@ def quantize_model(
         what: name of the facade without its framework.
         steps: additional settings.
     """
-    config = checked(CoreConfig, config, "core_config", what, model) or CoreConfig()
-    checked(ResourceUtilization, limits, "target_resource_utilization", what, model)
-    config.debug_config.check()
-    parts = config.quantization_config, config.mixed_precision_config, config.debug_config
-    say_without_effect([option for part in parts for option in without_effect(part)], stacklevel=4)
+    config = _checked_config(config, limits, what, model)
     if config.debug_config.bypass:
         return model, UserInformation()
     options, overwrite = _options(config, limits, fw_info, steps), config.mixed_precision_config.configuration_overwrite
@@ -246,6 +242,20 @@ def quantize_model(
     log_result(what, result)
     model = attach_result(result, model, config.debug_config.simulate_scheduler)
     return model, UserInformation(result, scale, gptq_info_dict=dict(steps))
+
+
+def _checked_config(config: Any, limits: Any, what: str, model: Any) -> CoreConfig:
+    """Return the configuration of a call, by default without a change; warn of its options that have no effect.
+
+    Raises:
+        ConfigError: the configuration or the limits are of another type, or options contradict each other.
+    """
+    config = checked(CoreConfig, config, "core_config", what, model) or CoreConfig()
+    checked(ResourceUtilization, limits, "target_resource_utilization", what, model)
+    config.debug_config.check()
+    parts = config.quantization_config, config.mixed_precision_config, config.debug_config
+    say_without_effect([option for part in parts for option in without_effect(part)], stacklevel=5)
+    return config
 
 
 def _options(
