@@ -97,17 +97,19 @@ def verify(
     runtime = default_runtime(platform, "" if given is None else given.suffix) if runtime is None else runtime
     found = entry("runtime", runtime)
     require(found)
-    quantized, inner = _compared_tensors(graph, plan)
+    quantized, chains = _compared_tensors(graph, plan)
+    inner = {c[0]: c for c in chains}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file = given or export(graph, plan, Path(folder) / f"model{found.declares.suffix}", platform)
-        device = found.thing(file, [*(found.declares.codes.format(v) for v in quantized), *inner])
+        asked = dict.fromkeys([*(found.declares.codes.format(v) for v in quantized), *itertools.chain(*chains)])
+        device = found.thing(file, [*asked])
         in_file = _constants_in(file, found.declares.suffix)
     out = Verification(runtime, runtime in platform.runtimes and simulates_arithmetic(platform))
     out.other_rule = bool(platform.math.requant) and not out.promised
     out.executed, out.not_modelled = dict(device.executed()), [*features_with_other_results(platform)]
     held = set(in_file or ())
-    comparator = Comparator(graph, plan, platform, device, found.declares, model, out, held, end_to_end_samples)
-    comparator.list_tensors(quantized, inner)
+    comparator = Comparator(graph, plan, platform, device, found.declares, model, out, held, end_to_end_samples, inner)
+    comparator.list_tensors(quantized)
     if in_file is not None:
         comparator.compare_file(quantized, in_file)
     if hasattr(device, "warnings"):
@@ -136,22 +138,24 @@ def _constants_in(file: Path, suffix: str) -> dict[str, FileTensor] | None:
     return None if read_back is None else dict(read_back(file))
 
 
-def _compared_tensors(graph: Graph, plan: Plan) -> tuple[list[str], list[str]]:
-    """Return the quantized inputs and results, and the float operands of dynamic kernels except inputs."""
+def _compared_tensors(graph: Graph, plan: Plan) -> tuple[list[str], list[list[str]]]:
+    """Return the quantized inputs and results, and the float operands of dynamic kernels except inputs, as chains."""
     quantized = [v for v in (*graph.inputs, *(o for n in graph.nodes for o in n.outputs)) if plan.quantized(v)]
-    read_in_float = (_before_moves(graph, n.data) for n in graph.nodes if n.op == DYNAMIC)
-    return quantized, [*dict.fromkeys(v for v in read_in_float if v not in graph.inputs and not plan.quantized(v))]
+    read_in_float = (_with_moves(graph, n.data) for n in graph.nodes if n.op == DYNAMIC)
+    chains = {c[0]: c for c in read_in_float if c[0] not in graph.inputs and not plan.quantized(c[0])}
+    return quantized, [*chains.values()]
 
 
-def _before_moves(graph: Graph, value: str) -> str:
-    """Return the value of which this one holds the numbers in another order or shape, which the file may not have.
+def _with_moves(graph: Graph, value: str) -> list[str]:
+    """Return the values from one that is computed to this one, which holds its numbers in another order or shape.
 
-    An input itself is not compared, but an operator of the file that reorders it is: its result has its own name.
+    A file may have any one of them: writers add moves, and readers of files do. An input itself is not compared, but an
+    operator of the file that reorders it is: its result has its own name.
     """
-    made, source = graph.producers(), value
-    while source in made and made[source].op in ("Transpose", "Reshape"):
-        source = made[source].data
-    return value if source in graph.inputs and original_of(value) == value else source
+    made, chain = graph.producers(), [value]
+    while chain[0] in made and made[chain[0]].op in ("Transpose", "Reshape"):
+        chain.insert(0, made[chain[0]].data)
+    return [value] if chain[0] in graph.inputs and original_of(value) == value else chain
 
 
 def _with_float_biases(graph: Graph, plan: Plan) -> Graph:
@@ -174,6 +178,8 @@ class Comparator:
     out: Verification
     in_file: set[str] = field(default_factory=set)  #: tensors that the file is known to hold
     end_to_end_samples: int | None = None  #: see `verify`
+    #: float operand of a dynamic kernel -> it, and what moves make of it
+    inner: Mapping[str, list[str]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)  #: integers of weights
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
     #: returns what operators in float compute from the device's integers of a batch in float64
@@ -188,7 +194,7 @@ class Comparator:
         in_pairs = getattr(self.device, "in_pairs", None)
         self.in_pairs = in_pairs is not None and in_pairs(self.platform)
 
-    def list_tensors(self, quantized: Sequence[str], inner: Sequence[str]) -> None:
+    def list_tensors(self, quantized: Sequence[str]) -> None:
         """Enter all tensors that are to be compared, with the operators that the runtime computes in float."""
         graph, plan, out = self.graph, self.plan, self.out
         profile, makers = profile_for(self.platform, self.declares.kernels), graph.producers()
@@ -202,7 +208,7 @@ class Comparator:
             stored = plan.stored(v)
             span = float(stored.scale.max()) * (stored.grid.qmax - stored.grid.qmin) if stored is not None else 0.0
             out.outputs.append(OutputComparison(name, v, () if span or v in graph.weights else float_ops(v), span))
-        out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in inner]
+        out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in self.inner]
 
     def _promised_difference(self, tensor: str, float_ops: Sequence[str]) -> int | None:
         """Return the largest difference that the runtime promises for the kernel of a tensor; see `DeviceRuntime`."""
@@ -245,6 +251,8 @@ class Comparator:
         except RuntimeUnavailable:
             self._simulated(inputs, keep=())  # raises if no network could run on these inputs
             raise
+        for o in (o for o in self.out.outputs if o.inner and o.tensor not in got):
+            o.name = o.tensor = next((v for v in self.inner.get(o.tensor, ()) if v in got), o.tensor)
         floats_before: Values | None = {} if end_to_end else None
         simulated = self._simulated(inputs, floats=floats_before) if end_to_end else None
         floats = {o.tensor: got[o.tensor] for o in self.out.outputs if o.inner and o.tensor in got}

@@ -91,6 +91,18 @@ def test_layers_in_a_row_that_quantize_at_run_time_are_compared(tmp_path):
     assert check.exact and [o.name for o in check.outputs if o.inner] == ["x/turned", "a_stack"], str(check)
 
 
+def test_a_mean_that_is_read_as_a_pool_and_a_reshape_is_compared(tmp_path):
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["a"]),
+        helper.make_node("ReduceMean", ["a"], ["b"], axes=[2, 3], keepdims=0),
+        helper.make_node("MatMul", ["b", "v"], ["y"]),
+    ]
+    weights = {"w": drawn(8, 3, 3, 3), "v": drawn(8, 4, seed=1)}
+    file = saved(tmp_path / "net.onnx", nodes, weights, ({"x": [1, 3, 9, 9]}, {"y": [1, 4]}))
+    check = chipfit.verify_file(quantized(file, False), [torch.from_numpy(drawn(1, 3, 9, 9))])
+    assert check.exact and [o.name for o in check.outputs if o.inner] == ["b"], str(check)
+
+
 def test_an_output_of_indices_stays_one_without_quantizers(tmp_path):
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"]),
