@@ -537,7 +537,7 @@ def corrected(result: Result, settings: Settings, read: steps.Batches) -> Result
 def _with_measured_biases(result: Result) -> Result:
     """Return the result with the biases that samples suggest, where held-out samples gain; its plan has a note."""
     found = found_biases(result.decision, result.plan)
-    if found is None or not found.gain:
+    if found is None or not found.improves:
         return result
     plan = replace(result.plan, rewrites=(*result.plan.rewrites, found.note))
     plan = replace(plan, provenance={**plan.provenance, "corrected": [MEASURED]})

@@ -136,12 +136,12 @@ class CalibrationData:
         return batches(self._unread, graph, record)
 
     def batches(self, graph: Graph) -> batches:
-        """Return the batches as graph inputs, for a further pass; an iterator without `keep_batches` has none left."""
+        """Return the batches as graph inputs, for a further pass; an iterator that is not cached is exhausted."""
         return batches(self.data, graph)
 
     @property
     def count(self) -> int | None:
-        """Number of batches; None where the data do not tell."""
+        """Number of batches; None for data without a length."""
         shape = getattr(self.data, "shape", None)
         if shape is not None and len(shape):  # one big array is split into batches
             return -(-int(shape[0]) // ROWS)

@@ -1,7 +1,7 @@
-"""Measured bias correction: each linear operator gets back the mean of its outputs in float, as a few samples show it.
+"""Measured bias correction: shift each linear operator's bias by the mean error of its outputs on a few samples.
 
-Operators are corrected in the order in which they run, so that each meets the inputs that the corrected ones before it
-make. A third of the samples is held out: their outputs, which no bias has followed, decide whether biases move.
+Operators are corrected in the order in which they run, so that the error of each is measured behind the corrected ones.
+A third of the samples is held out: the biases are not fitted to them, and their errors decide whether to correct.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ _POSITIONS = 16
 
 
 class Samples(NamedTuple):
-    """Samples of the calibration data: biases follow some, and others are held out to judge them."""
+    """Samples of the calibration data: biases are fitted to some, and judged on others, which are held out."""
 
     fit: tuple[Batch, ...]
     held: tuple[Batch, ...]
@@ -61,7 +61,7 @@ class Samples(NamedTuple):
 
 
 class MeanReference(Reference):
-    """A reference that knows the mean outputs of linear operators in float, for the samples that biases follow."""
+    """A float reference with the mean outputs of linear operators on the samples to which biases are fitted."""
 
     def __init__(self, graph: Graph, samples: Samples) -> None:
         self.samples = samples
@@ -70,14 +70,14 @@ class MeanReference(Reference):
         self._counts = [1 if isinstance(b, Whole) or not b[0].dim() else len(b[0]) for b in (*samples.fit,)]
         #: output of an operator -> means of each batch, [samples, C], and the number of positions of a sample
         self.means = dict[str, list[tuple[Tensor, int]]]()
-        super().__init__(graph, batches, self._see)
+        super().__init__(graph, batches, self._record_means)
 
     def errors_of_means(self, node: Node, values: Sequence[Tensor]) -> tuple[Tensor, int]:
         """Return means in float less means of other outputs of an operator, [samples, C], and positions of a sample."""
         rows = [a - self._means(node, y, k)[0] for k, (y, (a, _)) in enumerate(zip(values, self.means[node.output]))]
         return torch.cat(rows), self.means[node.output][0][1]
 
-    def _see(self, node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _record_means(self, node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if node.bias and is_linear(self.graph, node):
             seen = self.means.setdefault(node.output, [])
             if len(seen) < len(self.samples.fit):
@@ -109,17 +109,17 @@ class MeasuredBiases:
         return OutputErrors.merged(self.before[first:]), OutputErrors.merged(self.after[first:])
 
     @property
-    def gain(self) -> bool:
-        """True where the outputs of held-out samples lose less with the biases."""
+    def improves(self) -> bool:
+        """True if the biases reduce the errors of the outputs on held-out samples."""
         before, after = self.held
         return bool(self.biases) and after.sqnr_db > before.sqnr_db
 
     @property
     def errors(self) -> OutputErrors:
-        """Errors of all samples, with the biases where they gain."""
-        return OutputErrors.merged(self.after if self.gain else self.before)
+        """Errors of all samples, with the biases if they improve the outputs."""
+        return OutputErrors.merged(self.after if self.improves else self.before)
 
-    def hold_for(self, graph: Graph, plan: Plan) -> bool:
+    def is_valid_for(self, graph: Graph, plan: Plan) -> bool:
         """Return whether the measurement was made with this network and these tensors."""
         same = plan.tensors.keys() == self.tensors.keys()
         return graph is self.reference.graph and same and all(t is self.tensors[k] for k, t in plan.tensors.items())
@@ -158,8 +158,8 @@ def measure_biases(
     Args:
         graph: computes in float what the network of the reference computes, value by value.
         rounded: as in `Reference.errors`.
-        before: errors without these biases; None: they are measured.
-        move: False: only the errors as they are.
+        before: errors without these biases; None: measure them.
+        move: False: measure the errors, and suggest no biases.
     """
     weights: RoundedWeights = {} if rounded is None else rounded
     before = reference.errors_of_batches(graph, plan, weights) if before is None else before
@@ -168,12 +168,12 @@ def measure_biases(
     there, rounding = placed(graph), rounded_once(graph, plan, weights)
     quantized = quantized_linear(graph, plan, sized=False)
     moves = [n for n, why in quantized if not why and n.output in reference.means and bias_is_free(graph, n.weight)]
-    open_ = {n.name for n in moves}
+    movable = {n.name for n in moves}
     biases = dict[str, Tensor]()
     with torch.inference_mode():
         flows = [QuantizedRun(there, plan, batch, rounding=rounding) for batch in reference.batches]
         for node, *_ in zip(*(flow.steps() for flow in flows), strict=True):
-            if node.name in open_:
+            if node.name in movable:
                 values = [flow.env[node.output] for flow in flows]
                 by = _shrunk(*reference.errors_of_means(node, values[: len(reference.samples.fit)]))
                 bias = there.weights[node.bias or ""]
@@ -188,7 +188,7 @@ def measure_biases(
 
 
 def _shrunk(errors: Tensor, positions: int) -> Tensor:
-    """Return the mean [C] of errors [samples, C], less the share that chance explains."""
+    """Return the mean [C] of errors [samples, C], shrunk by the share that is due to chance."""
     mean = errors.mean(0)
     if len(errors) < 2:
         return mean if positions >= _POSITIONS else torch.zeros_like(mean)
@@ -197,7 +197,7 @@ def _shrunk(errors: Tensor, positions: int) -> Tensor:
 
 
 def _within_grid(bias: Tensor, moved: Tensor, stored: Stored | None) -> Tensor:
-    """Return the moved bias, and the bias itself in channels where the grid of biases ends before."""
+    """Return the moved bias; channels whose moved bias exceeds the grid keep the old one."""
     if stored is None:
         return moved
     scale, zero_point = stored.numbers_on(moved.device)

@@ -1,4 +1,4 @@
-"""Operators in float: those that a chip without a float unit refuses, and those that its files cannot hold."""
+"""Find operators in float that a chip without a float unit cannot run, or that its file format cannot represent."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ def float_operators(graph: Graph, assignment: Assignment) -> list[NodePlan]:
         plan = assignment.nodes.get(n.name)
         if plan is None:
             continue
-        sized = n.facts.layout == "size"  # it reads a shape, and no number
+        sized = n.facts.layout == "size"  # it reads the shape of its operand, not the values
         floats = [v for v in (*n.inputs, *n.outputs) if v is not None and graph.is_float(v) and not sized]
         in_float = plan.exec == "float" and bool(floats)
         if in_float or n.op == DYNAMIC:
@@ -43,13 +43,13 @@ def require_integers(graph: Graph, platform: Platform, assignment: Assignment) -
     got = "; ".join(f"{n.op} '{n.display_name}': {n.why or 'in float'}" for n in found[:_MOST_NAMED])
     got += f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     what = f"{first.op} '{first.display_name}' cannot run in integers on '{platform.name}'{more}"
-    raise UnsupportedError(what, got=got, hint="; ".join(_help(platform, found)))
+    raise UnsupportedError(what, got=got, hint="; ".join(_remedies(platform, found)))
 
 
 def refusals(graph: Graph, platform: Platform, assignment: Assignment) -> list[str]:
     """Return a warning about each operator that `require_integers` refuses."""
     found = float_operators(graph, assignment)
-    hints = f"; {'; '.join(_help(platform, found))}" if found else ""
+    hints = f"; {'; '.join(_remedies(platform, found))}" if found else ""
     return [
         f"warning: {n.op} '{n.display_name}' cannot run in integers on '{platform.name}': {n.why or 'in float'}{hints}"
         for n in found
@@ -63,7 +63,7 @@ def unwritable(graph: Graph, platform: Platform, assignment: Assignment) -> list
         return []
     reasons, in_float = refused(column), {n.name for n in float_operators(graph, assignment)}
     forms = (CELLS[column].keys() | CELLS["decompose"].keys()) - reasons.keys()
-    if column == "onnx":  # in which frameworks write their own operators
+    if column == "onnx":  # a framework exports opaque operators itself
         forms.add(OPAQUE)
     return [
         f"warning: {n.called} '{n.display_name}' has no form in {files[0]} files, the only ones of '{platform.name}'"
@@ -73,7 +73,7 @@ def unwritable(graph: Graph, platform: Platform, assignment: Assignment) -> list
     ]
 
 
-def _help(platform: Platform, found: list[NodePlan]) -> Iterator[str]:
+def _remedies(platform: Platform, found: list[NodePlan]) -> Iterator[str]:
     """Yield remedies: other operators, the list of operators in integers, a part of the network outside the file."""
     here = IntegerOperators(platform)
     for op in dict.fromkeys(n.op for n in found):

@@ -38,7 +38,9 @@ def as_product(equation: str) -> Product | None:
     """
     ins, arrow, result = equation.replace(" ", "").partition("->")
     left, comma, right = ins.partition(",")
-    if not (arrow and comma) or "." in ins or len({*right}) < len(right):  # one twice in `left` is counted below
+    if (
+        not (arrow and comma) or "." in ins or len({*right}) < len(right)
+    ):  # repeated letters of `left` fail the next test
         return None
     batch, summed, first, second = letters_of(left, right, result)
     made = [*batch, *first, *second]

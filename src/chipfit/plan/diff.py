@@ -40,15 +40,15 @@ def diff(a: Plan, b: Plan) -> Differences:
     Provenance is not compared: it records where numbers come from.
     """
     out = Differences()
-    for kind, ours, theirs in (("tensor", a.tensors, b.tensors), ("node", a.nodes, b.nodes)):
-        for name in dict.fromkeys([*ours, *theirs]):
-            where, x, y = f"{kind} '{name}'", ours.get(name), theirs.get(name)
+    for kind, in_a, in_b in (("tensor", a.tensors, b.tensors), ("node", a.nodes, b.nodes)):
+        for name in dict.fromkeys([*in_a, *in_b]):
+            where, x, y = f"{kind} '{name}'", in_a.get(name), in_b.get(name)
             if x is None or y is None:
                 out.append(Difference(where, "", *("absent" if t is None else "present" for t in (x, y))))
                 continue
-            for name_, u, v in ((n, getattr(x, n), getattr(y, n)) for n in _facts(x)):
+            for field, u, v in ((n, getattr(x, n), getattr(y, n)) for n in _field_names(x)):
                 if not _equal(u, v):
-                    out.append(Difference(where, name_.replace("_", " "), _show(u, v), _show(v, u)))
+                    out.append(Difference(where, field.replace("_", " "), _show(u, v), _show(v, u)))
     for field in ("platform", "groups", "float_edges", "ties", "limits", "fixed", "zeros", "sums", "rewrites"):
         u, v = getattr(a, field), getattr(b, field)
         if u != v:
@@ -56,7 +56,7 @@ def diff(a: Plan, b: Plan) -> Differences:
     return out
 
 
-def _facts(x: TensorPlan | NodePlan) -> list[str]:
+def _field_names(x: TensorPlan | NodePlan) -> list[str]:
     """Return the names of a record's fields, with those of `stored` in its place."""
     names = [f.name for f in fields(x)]
     stored = [f.name for f in fields(Stored)]

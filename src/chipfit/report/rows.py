@@ -1,4 +1,4 @@
-"""Builder of a Report from graph, plan, statistics and verification."""
+"""Build a Report from graph, plan, statistics and verification."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Rows:
     ) -> None:
         self.graph, self.plan, self.stats, self.makers = graph, plan, stats, graph.producers()
         self.checked = {r.tensor: r for r in verification.rows} if verification else {}
-        self.inner = {name for g in plan.groups for name in g[:-1]}  #: their results stay inside the kernel
+        self.inner = {name for g in plan.groups for name in g[:-1]}  #: nodes whose results stay inside a kernel
 
     def of(self, node: Node, decided: NodePlan) -> LayerRow:
         """Return the row of a node: how it runs, its result, and its weights."""

@@ -252,7 +252,7 @@ def found_biases(d: Decision, plan: Plan) -> MeasuredBiases | None:
     """Return the biases that the samples of a decision suggest for a plan; None without samples."""
     if d.samples is None:
         return None
-    if d.measured is not None and d.measured.hold_for(d.graph, plan):
+    if d.measured is not None and d.measured.is_valid_for(d.graph, plan):
         return d.measured
     return measure_biases(MeanReference(d.graph, d.samples), d.graph, plan)
 

@@ -74,7 +74,7 @@ class Sensitivity(SummaryRepr):
             places = [(r["others"][bits], k) for k, r in enumerate(rows) if bits in r["others"]]
             axes.plot(*zip(*places, strict=True), "o", markersize=4, label=f"{bits} bits")
         if axes.get_legend_handles_labels()[1]:
-            axes.legend(title="the same in", loc="lower right")
+            axes.legend(title="at other widths", loc="lower right")
         return drawn(figure, path)
 
     def _summary(self) -> Summary:
@@ -109,7 +109,7 @@ def sensitivity(d: Decision, plan: Plan, batches: Iterable[Batch], rounding: Rou
     """
     images = list(first_samples(batches))
     found = _losses_at(d, plan, images, weight_widths(d.graph, kernel_widths(d, plan)), rounding)
-    return replace(found, tried=_tried(found, d, plan, images))
+    return replace(found, tried=_advice(found, d, plan, images))
 
 
 def activation_losses(d: Decision, plan: Plan, batches: Iterable[Batch]) -> Sensitivity:
@@ -157,7 +157,7 @@ def suggestions(found: Sensitivity, graph: Graph) -> Iterator[Suggestion]:
         yield Suggestion(tensor, dict.fromkeys(layers, "float") if bits is None else {layers[0]: {choice: bits}}, bits)
 
 
-def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch]) -> tuple[str, ...]:
+def _advice(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch]) -> tuple[str, ...]:
     """Return a sentence for each suggestion that the platform allows and that improves the outputs on these images."""
     reference, size, out = Reference(d.graph, images), resources(d.graph, plan).weights, []
     before, total = reference.loss(d.graph, plan), sum(v for _, v in found.ranked())
@@ -171,11 +171,11 @@ def _tried(found: Sensitivity, d: Decision, plan: Plan, images: Sequence[Batch])
         after = reference.loss(*changed)
         if before and after <= (1 - GAIN) * before:
             row = found.losses[s.tensor]
-            gain, hoped = 1 - after / before, (row[found.bits[s.tensor]] - row.get(s.bits or 0, 0.0)) / total
+            gain, predicted = 1 - after / before, (row[found.bits[s.tensor]] - row.get(s.bits or 0, 0.0)) / total
             price = resources(*changed).weights / size - 1
             out.append(
                 f"keep {s}: overrides={s.overrides} takes the loss from "
-                f"{before:.3g} to {after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * hoped:+.0f} %) for "
+                f"{before:.3g} to {after:.3g} ({-100 * gain:+.0f} %, predicted {-100 * predicted:+.0f} %) for "
                 f"{100 * price:+.1f} % of the weights' memory (tried on {samples} samples, rounded to the nearest)."
             )
     return tuple(out)

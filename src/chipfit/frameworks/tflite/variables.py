@@ -9,14 +9,16 @@ from chipfit.errors import CaptureError
 
 
 def packed(table: Any) -> bytes:
-    """Return the file of a `ModelT`."""
+    """Return the bytes of the file of a `ModelT`."""
     builder = flatbuffers.Builder()
     builder.Finish(table.Pack(builder), file_identifier=b"TFL3")
     return bytes(builder.Output())
 
 
 def variables_to_inputs(table: Any, where: str) -> int:
-    """Turn the variables of a `ModelT` into its last inputs, and their next values into its last outputs; count them.
+    """Turn the variables of a `ModelT` into its last inputs, and their next values into its last outputs.
+
+    Reads and assignments disappear: operators read the latest value itself. Returns the number of variables.
 
     Raises:
         CaptureError: a variable does not start from zeros.
