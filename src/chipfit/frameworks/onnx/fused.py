@@ -1,7 +1,8 @@
 """Fused operators that ONNX Runtime's optimizers write (domain com.microsoft), in terms of ONNX's own.
 
-A function enters the nodes that compute an operator, as ONNX defines functions; they are then read as others are. It
-raises `Unreadable` for a form that has no such nodes. Source: docs/ContribOperators.md of ONNX Runtime.
+So are operators of ONNX that ONNX itself does not define by others. A function enters the nodes that compute an
+operator, as ONNX defines functions; they are then read as others are. It raises `Unreadable` for a form that has no
+such nodes. Sources: docs/ContribOperators.md of ONNX Runtime, and docs/Operators.md of ONNX.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import onnx_ir as ir
 from onnx import helper, numpy_helper
 
 from chipfit.frameworks.onnx.call import OnnxCall
+from chipfit.frameworks.onnx.model import domain_of
 from chipfit.frameworks.onnx.read import readers_of
 from chipfit.frameworks.reading import Unreadable, present, require
 from chipfit.operators.table import enters
@@ -23,6 +25,9 @@ OPSET = 23
 #: operator -> the function that enters its nodes
 _DEFINITIONS: dict[str, "Callable[[Body], None]"] = {}
 _defines = enters(_DEFINITIONS)
+#: the same of ONNX's own operators
+_COMPOSED: dict[str, "Callable[[Body], None]"] = {}
+_composes = enters(_COMPOSED)
 
 
 class Body:
@@ -89,8 +94,8 @@ class Body:
 
 
 def definition(call: OnnxCall) -> list[ir.Node]:
-    """Return the nodes that compute a fused operator; none if it has no definition, or not in this form."""
-    define = _DEFINITIONS.get(call.node.op_type) if call.node.domain == "com.microsoft" else None
+    """Return the nodes that compute an operator; none if it has no definition, or not in this form."""
+    define = {"com.microsoft": _DEFINITIONS, "": _COMPOSED}.get(domain_of(call.node), {}).get(call.node.op_type)
     if define is None:
         return []
     body = Body(call)
@@ -319,3 +324,57 @@ def _standard(f: Body) -> None:
 @_defines("ExpandDims")
 def _expand_dims(f: Body) -> None:
     f.result(0, f.op("Unsqueeze", f.given(0), f.op("Reshape", f.given(1), f.constant([1]))))
+
+
+# ---------------------------------------------------------------- ONNX's own operators that it defines by no others
+
+
+@_composes("OneHot")
+def _one_hot(f: Body) -> None:
+    """Enter a choice between two values; an index from -depth to -1 counts from the end, others choose nothing."""
+    depth = int(present(f.call.operand(1).constant).item())
+    axis = f.attr("axis", -1) % (f.rank(0) + 1)
+    shape = [-1, *[1] * (f.rank(0) - axis)]
+    places, ends = (f.constant(np.arange(start, start + depth).reshape(shape)) for start in (0, -depth))
+    index = f.op("Unsqueeze", f.op("Cast", f.given(0), to=onnx.TensorProto.INT64), f.constant([axis]))
+    chosen = f.op("Or", f.op("Equal", index, places), f.op("Equal", index, ends))
+    off, on = (f.op("Slice", f.given(2), f.constant([k]), f.constant([k + 1]), f.constant([0])) for k in (0, 1))
+    f.result(0, f.op("Where", chosen, on, off))
+
+
+@_composes("LRN")
+def _local_response(f: Body) -> None:
+    """Enter x / (bias + alpha * mean)^0.75, with means of squares over `size` channels, zero beyond the ends.
+
+    Networks have this exponent, which two roots compute.
+    """
+    require(abs(f.attr("beta", 0.75) - 0.75) < 1e-6)
+    size, x, shape = f.attr("size", 1), f.given(0), f.op("Shape", f.given(0))
+    ends = [(size - 1) // 2, 0, size // 2, 0]
+    lines = f.op("Reshape", f.op("Mul", x, x), f.constant([0, 1, present(f.call.operand(0).shape[1]), -1]))
+    pooled = f.op("AveragePool", lines, kernel_shape=[size, 1], pads=ends, count_include_pad=1)
+    mean = f.op("Mul", f.op("Reshape", pooled, shape), f.constant(np.float32(f.attr("alpha", 1e-4))))
+    total = f.op("Add", mean, f.constant(np.float32(f.attr("bias", 1.0))))
+    root = f.op("Sqrt", total)
+    f.result(0, f.op("Div", x, f.op("Mul", root, f.op("Sqrt", root))))
+
+
+@_composes("Tan")
+def _tan(f: Body) -> None:
+    f.result(0, f.op("Div", f.op("Sin", f.given(0)), f.op("Cos", f.given(0))))
+
+
+@_composes("IsInf")
+def _is_infinite(f: Body) -> None:
+    signs = [s for s, name in ((1, "detect_positive"), (-1, "detect_negative")) if f.attr(name, 1)]
+    require(signs)
+    found = [f.op("Equal", f.given(0), f.constant(np.float32(s * np.inf))) for s in signs]
+    f.result(0, f.op("Or", *found) if len(found) == 2 else found[0])
+
+
+@_composes("ReverseSequence")
+def _reverse(f: Body) -> None:
+    """Enter a reversal of all steps, as of sequences that all have the full length."""
+    axis, x, lengths = f.attr("time_axis", 0), f.call.operand(0), f.call.operand(1)
+    require(lengths.numbers and all((n == m.shape[axis]).all() for n, m in zip(lengths.numbers, x.metas, strict=True)))
+    f.result(0, f.op("Slice", f.given(0), *(f.constant([v]) for v in (-1, np.iinfo(np.int64).min, axis, -1))))
