@@ -185,3 +185,9 @@ def test_a_chip_with_known_arithmetic_is_exact_on_its_runtime(name, runtime):
     found = result.verify(data[:1], runtime=runtime)
     assert [(r.layer, r.op, r.differing) for r in found.rows if r.differing and not r.in_float] == []
     assert found.summary()
+
+
+def test_a_set_holds_public_layers_and_functions_of_its_name_alone():
+    tpc = get_target_platform_capabilities("pytorch", "tflite", "v1")
+    softmax = tpc.get_layers_by_opset_name("LogSoftmax")
+    assert softmax == [nn.LogSoftmax, torch.log_softmax, nn.functional.log_softmax]
