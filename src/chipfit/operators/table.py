@@ -74,6 +74,7 @@ class OpDef:
     extreme: bool = False  #: it finds the greatest or least number along axes, or its index: others have no influence
     recurrent: bool = False  #: a layer with states, over all steps of a sequence or one step
     pole: bool = False  #: its result is infinite where its last operand is 0
+    root: bool = False  #: its slope is infinite where its operand is 0, and its result is not
     exponent: bool = False  #: its last operand is an exponent
     bounded: tuple[float, ...] = ()  #: bounds of its results where they are known and it does not only clip
     negative_tail: bool = False  #: a non-linearity that is bounded or flat on its negative side
@@ -91,6 +92,11 @@ class OpDef:
     def index(self, name: str) -> int | None:
         """Return the position of the slot `name`; None if the operator has none of that name."""
         return next((k for k, s in enumerate(self.slots) if s.rstrip("?*") == name), None)
+
+    @property
+    def steep(self) -> bool:
+        """True if its slope is infinite where its last operand is 0."""
+        return self.pole or self.root
 
     @property
     def weighted(self) -> bool:

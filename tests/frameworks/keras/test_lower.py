@@ -212,6 +212,17 @@ def trained(step):
     return result
 
 
+@pytest.mark.parametrize("function", [ops.sqrt, ops.rsqrt])
+def test_zeros_that_rounding_makes_do_not_spoil_gradients(function):
+    x = np.concatenate([np.full((1, 4), 1e-4), np.linspace(1, 4, 28).reshape(7, 4)]).astype("float32")
+    given = keras.Input((4,))
+    model = keras.Model(given, function(layers.Dense(4, use_bias=False, kernel_initializer="identity")(given)))
+    simulated = chipfit.quantize(model, [x[1:]], platform="tflite_int8", progress=False).model
+    simulated.compile(optimizer=keras.optimizers.SGD(1e-3), loss="mse")
+    simulated.train_on_batch(x, np.zeros_like(x))
+    assert all(np.isfinite(keras.ops.convert_to_numpy(v)).all() for v in simulated.variables)
+
+
 def test_one_step_of_training_is_the_step_that_the_engine_takes():
     """Weights, biases and scales, on every backend, up to the order of additions."""
 

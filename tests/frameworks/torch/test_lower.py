@@ -25,7 +25,7 @@ from chipfit.quantizers.grids import dequantize
 from chipfit.runtimes.onnxruntime import OnnxRuntime
 from chipfit.settings import Settings
 from chipfit.simulate.integer import simulate
-from tests.build import model_of, sequential
+from tests.build import model_of, platform_of, sequential
 from tests.training.small import set_share
 
 
@@ -205,6 +205,28 @@ def test_gradients_reach_every_live_parameter_and_lower_the_loss(model):
     assert all(g is not None and g.abs().max() > 0 for g in live.values())
     before = (model(X)["logits"] ** 2).mean().item()
     assert _train(model, torch.zeros(6, 4)) < before / 2
+
+
+STEEP = {
+    "root": torch.sqrt,
+    "inverse root": torch.rsqrt,
+    "quotient": lambda x: 1 / x,
+    "logarithm": torch.log,
+}
+
+
+@pytest.mark.parametrize("name", STEEP)
+def test_zeros_that_rounding_makes_do_not_spoil_gradients(name):
+    """The slopes there are infinite, and 0 times infinity is no number."""
+    x = torch.cat([torch.full((1, 4), 1e-4), torch.linspace(1, 4, 28).view(7, 4)])
+    rule = {"match": ["Mul", "Sqrt", "Rsqrt", "Div", "Log"], "use": [{"in": "a", "out": "a"}]}
+    net = model_of(lambda m, x: STEEP[name](x * m.w), w=nn.Parameter(torch.ones(4)))
+    platform = platform_of(rule, formats={"a": {"bits": 8, "zero": "any"}})
+    model = _fit(net, x[1:], platform=platform, overrides={"*": {"rule": "minmax"}}).model
+    model(x).sum().backward()
+    want = torch.ones(4, requires_grad=True)
+    STEEP[name](x[1:] * want).sum().backward()
+    torch.testing.assert_close(model.w.grad, want.grad, rtol=0.05, atol=0.05)
 
 
 def test_dropout_is_active_in_training_only(model):

@@ -15,7 +15,7 @@ from chipfit.frameworks.keras.backend import KerasOps, dtype_here
 from chipfit.frameworks.keras.kernel_layout import SLOPES, to_keras
 from chipfit.frameworks.keras.recurrent_kernels import gru, lstm, rnn
 from chipfit.graph.ir import Graph, Node
-from chipfit.operators.table import attribute_words, by_name, read_column, renamed, resolve
+from chipfit.operators.table import OPS, attribute_words, by_name, read_column, renamed, resolve
 from chipfit.quantizers.dynamic import dynamic_quantize
 
 layers = keras.layers
@@ -442,6 +442,9 @@ class CanonicalOperation(keras.layers.Layer):
         ]
         while operands and operands[-1] is None:
             operands.pop()
+        if OPS[self.op].steep:  # rounding makes zeros, at which an infinite slope would spoil every gradient
+            x = operands[-1]
+            operands[-1] = ops.where(ops.equal(x, 0), ops.stop_gradient(x), x)
         kernel: Any = LOWERINGS[self.op].kernel  # `lower` makes such a layer only for operators with a kernel
         return kernel(*operands, **{k: tuples_of(v) for k, v in self.settings.items()})
 

@@ -325,6 +325,9 @@ class QuantizedModule(Checkpointed):
         for node, done in part:
             folds = node.name in self._folding
             xs = self._operands(node, env, floats, 1 if folds else None)
+            if node.facts.steep and torch.is_grad_enabled() and xs[-1].requires_grad:
+                # rounding makes zeros, at which an infinite slope would spoil every gradient
+                xs[-1] = torch.where(xs[-1] == 0, xs[-1].detach(), xs[-1])
             f, args, attrs = (self._run_with_batch_norm, [node, *xs], {}) if folds else call(node, xs)
             if node.op == "Dropout":
                 attrs = {**attrs, "training": self.training}
