@@ -9,6 +9,11 @@ import torch
 from chipfit.graph.ir import Graph, Node
 
 
+def lies_channels_last(w: torch.Tensor) -> bool:
+    """Return whether a weight lies in memory with its channels last; sums in kernels then have another order."""
+    return w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous()
+
+
 def unique_name(wanted: str, taken: Container[str], counts: dict[str, int] | None = None) -> str:
     """Return `wanted`, or the first of `wanted_1`, `wanted_2`, ... that is not taken.
 

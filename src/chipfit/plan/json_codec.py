@@ -26,6 +26,7 @@ from chipfit.engine.types import dtype_of
 from chipfit.errors import GraphError, PlanError
 from chipfit.files import parse_json
 from chipfit.graph.check import check
+from chipfit.graph.edit import lies_channels_last
 from chipfit.graph.ir import OPAQUE, Fold, Graph, Node, Ref, Removed, Value
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.quantizers.grids import Grid
@@ -197,17 +198,13 @@ def graph_to_json(graph: Graph) -> tuple[dict[str, Any], dict[str, torch.Tensor]
         "weights": list(graph.weights),
         "aliases": aliases,
         "trainable": sorted(graph.trainable),
-        "channels_last": [name for name in weights if _is_channels_last(graph.weights[name])],
+        "channels_last": [name for name in weights if lies_channels_last(graph.weights[name])],
         "folds": {name: record_to_json(f) for name, f in graph.folds.items()},
         "removed": [
             {**record_to_json(r, leave_out=("node",)), "node": record_to_json(r.node)} for r in graph.removed.values()
         ],
         **{name: getattr(graph, name) for name in _AS_THEY_ARE},
     }, weights
-
-
-def _is_channels_last(w: torch.Tensor) -> bool:
-    return w.dim() == 4 and w.is_contiguous(memory_format=torch.channels_last) and not w.is_contiguous()
 
 
 def graph_from_json(data: Any, weights: dict[str, torch.Tensor]) -> Graph:

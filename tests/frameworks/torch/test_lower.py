@@ -207,6 +207,17 @@ def test_gradients_reach_every_live_parameter_and_lower_the_loss(model):
     assert _train(model, torch.zeros(6, 4)) < before / 2
 
 
+def test_parameters_lie_as_they_are_indexed_and_kernels_read_them_channels_last(result):
+    """FSDP2 shards no others, and convolutions with channels last are faster."""
+    assert not all(w.is_contiguous() for w in result.graph.weights.values())
+    model = lower(result.graph, result.plan)
+    assert all(p.is_contiguous() for p in model.parameters())
+    with torch.no_grad():
+        assert torch.equal(model(X)["logits"], result.model(X)["logits"])
+    again, _ = read_back(model, result.graph, result.plan)
+    assert [w.stride() for w in again.weights.values()] == [w.stride() for w in result.graph.weights.values()]
+
+
 STEEP = {
     "root": torch.sqrt,
     "inverse root": torch.rsqrt,

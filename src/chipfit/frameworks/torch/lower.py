@@ -33,6 +33,7 @@ from chipfit.frameworks.torch.sharding import check_precision, gather, is_sharde
 from chipfit.frameworks.torch.step_checks import TorchScaleBounds
 from chipfit.frameworks.torch.symbolic import inputs_of, operator_node, weight_node
 from chipfit.frameworks.training import trained_plan
+from chipfit.graph.edit import lies_channels_last
 from chipfit.graph.folds import refresh_checksums
 from chipfit.graph.ir import CPU, Graph, Node
 from chipfit.graph.linear import TRANSPOSED
@@ -95,6 +96,7 @@ class QuantizedModule(Checkpointed):
         self._folds = graph.folds if self.bn_fold else {}
         sharing = share_quantizers(graph, plan)
         self._add_weights(graph, sharing.rounded)
+        self._channels_last = frozenset(name for name, w in graph.weights.items() if lies_channels_last(w))
         first_parts = {name.partition(".")[0] for name in graph.weights}
         self._prefix = "quant"
         while self._prefix in first_parts:  # not `unique_name`, whose number would appear in state dicts
@@ -138,7 +140,7 @@ class QuantizedModule(Checkpointed):
         live = {id(t) for name, t in graph.weights.items() if name in used}
         for name, tensor in graph.weights.items():
             if id(tensor) not in registered:
-                copy = tensor.detach().clone()
+                copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # FSDP2 shards no others
                 trains = name in graph.trainable
                 registered[id(tensor)] = nn.Parameter(copy, requires_grad=id(tensor) in live) if trains else copy
             register_weight(self, name, registered[id(tensor)], layers)
@@ -316,7 +318,9 @@ class QuantizedModule(Checkpointed):
 
     def _load(self, env: dict[str, Any], floats: dict[str, Any], name: str) -> Any:
         if name not in env:
-            self._store(env, floats, name, self.weight(name))
+            w = self.weight(name)
+            last = name in self._channels_last
+            self._store(env, floats, name, w.contiguous(memory_format=torch.channels_last) if last else w)
         return env[name]
 
     def _run_part(self, part: Sequence[Any], env: dict[str, Any], floats: dict[str, Any], keep: Any, where: Any) -> Any:
@@ -567,7 +571,7 @@ def _read_back(model: QuantizedModule, graph: Graph, plan: Plan) -> tuple[Graph,
     for name, old in graph.weights.items():
         now = model.weight(name)
         if id(now) not in copies:
-            copies[id(now)] = now.detach().to(device=old.device, dtype=old.dtype, copy=True)
+            copies[id(now)] = torch.empty_like(old).copy_(now.detach())
         new.weights[name] = copies[id(now)]
     with torch.no_grad():
         for node in (n for n in graph.nodes if model.bn_fold and n.operand("w") in graph.folds):
