@@ -126,7 +126,7 @@ def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_
     draw = np.random.default_rng(0)
     shapes = {"w": (4, 3, 3, 3), "bend": (2, 4, 1, 1), "taps": (4, 4, 1, 1)}
     constants = {k: draw.standard_normal(shape).astype("f4") for k, shape in shapes.items()}
-    odd = helper.make_node("LRN", ["a"], ["b"], size=3)
+    odd = helper.make_node("LRN", ["a"], ["b"], size=3, beta=0.6)  # whose power is no root
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
         helper.make_node("Conv", ["a", "bend"], ["o"]),

@@ -84,8 +84,12 @@ def _numbers(tensors: Sequence[Any], at: int) -> np.ndarray:
     return np.zeros(0) if numbers is None else np.reshape(numbers, -1)
 
 
-def _check_subgraphs(table: Any, where: str) -> None:
-    """Check that no subgraph calls itself, on which LiteRT would run out of stack."""
+def check_subgraphs(table: Any, where: str) -> None:
+    """Check that no subgraph calls itself, on which LiteRT would run out of stack.
+
+    Raises:
+        CaptureError: One does.
+    """
     ends = "subgraph", "subgraphindex"
     calls = {
         k: {int(v) for op in _items(g.operators) for n, v in _options(op) if n.lower().endswith(ends)}
@@ -117,7 +121,6 @@ def check_tables(table: Any, kinds: Sequence[str], sizes: Sequence[int | None], 
     for name, kind, size, t in zip(names, kinds, sizes, graph.tensors, strict=True):
         for what, got, allowed in (*_faults(t, kind, size), *_scale_faults(t.quantization, kind, _items(t.shape))):
             raise CaptureError(f"Tensor '{name}' {what}", where=where, got=got, allowed=allowed)
-    _check_subgraphs(table, where)
     custom = {k for k, code in enumerate(table.operatorCodes) if code.customCode}  # LiteRT refuses unknown ones
     _check_order(graph, names, [size is not None for size in sizes], custom, where)
 

@@ -17,7 +17,8 @@ from chipfit.errors import CaptureError, first_line
 from chipfit.files import existing_file
 from chipfit.frameworks.mapped_files import MappedFiles
 from chipfit.frameworks.quantized import dequantized
-from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_operators, check_tables
+from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_operators, check_subgraphs, check_tables
+from chipfit.frameworks.tflite.loops import unroll_loops
 from chipfit.frameworks.tflite.variables import packed, variables_to_inputs
 
 _NAMES = {code: name for name, code in vars(schema.TensorType).items() if isinstance(code, int)}
@@ -167,13 +168,17 @@ class TfliteModel:
                 self.content = Content(mended)
             with self.session() as interpreter:  # which checks all offsets
                 table = self.table()
+                check_subgraphs(table, where)
+                looped = _sample_outputs(interpreter) if unroll_loops(table) else None
                 self.states = variables_to_inputs(table, where)  #: number of the last inputs that hold states
-                if not self.states:
+                if looped is None and not self.states:
                     self._read_checked(table, interpreter)
-            if self.states:
+            if looped is not None or self.states:
                 self.content = Content(packed(table))
                 with self.session() as interpreter:
                     self._read_checked(self.table(), interpreter)
+                    if looped is not None and not _are_close(looped, _sample_outputs(interpreter, self.states)):
+                        raise ValueError("its loops compute something else than their steps")
         except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, struct.error) as e:
             what = "The file is not a .tflite file that LiteRT can run"
             hint = "a file with custom operators needs the program that registers them"
@@ -375,6 +380,22 @@ def _span(table: Any, buffer: Any, whole: np.ndarray) -> Span | None:
     if buffer.data is None or len(buffer.data) == 0:
         return None
     return buffer.data.ctypes.data - whole.ctypes.data, len(buffer.data)
+
+
+def _sample_outputs(interpreter: Any, states: int = 0) -> list[np.ndarray]:
+    """Return the outputs of a file for random inputs, and for zeros as its last inputs, which hold states."""
+    interpreter.allocate_tensors()
+    inputs, rng = interpreter.get_input_details(), np.random.default_rng(0)
+    for k, d in enumerate(inputs):
+        x = np.abs(rng.standard_normal(d["shape"])) * (k < len(inputs) - states)
+        interpreter.set_tensor(d["index"], x.astype(d["dtype"]))
+    interpreter.invoke()
+    return [np.array(interpreter.get_tensor(d["index"])) for d in interpreter.get_output_details()]
+
+
+def _are_close(a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> bool:
+    """Return whether results of the same inputs agree; `b` may have more, the next values of states."""
+    return all(np.allclose(x, y, rtol=1e-4, atol=1e-5, equal_nan=True) for x, y in zip(a, b, strict=False))
 
 
 def _to_codes(t: Tensor, x: np.ndarray) -> np.ndarray:

@@ -549,6 +549,14 @@ def _reduce(c: Call) -> Value:
     return c.emit(c.canonical, [x], axes=axes, keepdims=keep)
 
 
+@reads("REDUCE_ANY REDUCE_ALL")
+def _any_or_all(c: Call) -> Value:
+    x, keep = c.step("Cast", [c.value(0)], dtype="int32"), bool(c.option("keepDims", False))
+    axes = tuple(sorted({a % len(x.shape) for a in c.integers(1)}))
+    op = OPERATORS["REDUCE_MAX" if c.op.kind == "REDUCE_ANY" else "REDUCE_MIN"]
+    return c.emit("Cast", [c.part(op, [x], c.shape(), kind="int32", axes=axes, keepdims=keep)], dtype="bool")
+
+
 @reads("ARG_MAX ARG_MIN")
 def _arg_max(c: Call) -> Value:
     x, (axis,) = c.value(0), c.integers(1)
