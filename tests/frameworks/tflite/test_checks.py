@@ -36,7 +36,7 @@ def file_of(kind, inputs, x=(1, 4), integers=False, **options):
     """Return a file of one operator from "x" to "y".
 
     Args:
-        inputs: "x", or numbers of a constant.
+        inputs: "x", numbers of a constant, or None for an absent operand.
         integers: "x" and "y" are of 32 bits.
         options: of the operator: {"Reducer": {"keepDims": True}}.
     """
@@ -49,7 +49,7 @@ def file_of(kind, inputs, x=(1, 4), integers=False, **options):
             model.buffers.append(buffer(np.frombuffer(given.tobytes(), np.uint8)))
             graph.tensors.append(tensor("c", given.dtype.str[1:], given.shape, len(model.buffers) - 1))
     rest = iter(range(2, len(graph.tensors)))
-    op.inputs = np.array([0 if isinstance(i, str) else next(rest) for i in inputs], np.int32)
+    op.inputs = np.array([-1 if i is None else 0 if isinstance(i, str) else next(rest) for i in inputs], np.int32)
     op.outputs, graph.inputs, graph.outputs = (np.array([k], np.int32) for k in (1, 0, 1))
     code.builtinCode = getattr(schema.BuiltinOperator, kind)
     code.deprecatedBuiltinCode, code.version = min(code.builtinCode, 127), 1 + (kind == "BROADCAST_TO")
@@ -128,6 +128,12 @@ def test_a_negative_radius_is_refused():
 )
 def test_a_subgraph_that_calls_itself_is_refused(kind, inputs, options):
     refused(file_of(kind, inputs, **options), "subgraph of the file calls itself")
+
+
+@pytest.mark.parametrize("kind, inputs", [("RESHAPE", ["x", None]), ("ADD", ["x", None]), ("TRANSPOSE", ["x", None])])
+def test_an_operator_without_an_operand_that_it_needs_is_refused(kind, inputs):
+    """LiteRT reads the absent shape of a RESHAPE, and the process ends."""
+    refused(file_of(kind, inputs), "lacks an operand")
 
 
 def test_a_file_that_computes_a_scalar_is_read():

@@ -30,9 +30,6 @@ def capture(model: TfliteModel, args: Sequence[Any], kwargs: Any = None, others:
         CaptureError: The file is quantized already, an operator has no reader, or the inputs do not fit.
     """
     refuse_quantized(model)
-    if loops := sorted({op.kind for op in model.operators} & {"WHILE", "IF"}):
-        hint = "convert the model with a fixed batch and a fixed number of steps, or without control flow"
-        raise CaptureError(f"The control flow {loops[0]} has no reader", where=model.where, hint=hint)
     given = inputs_of(model, args, kwargs or {})
     first = [x[: t.shape[0] if t.shape else 1] if x.dim() else x for t, x in zip(model.inputs, given, strict=True)]
     two = [torch.cat((x[:1], x[-1:])) if x.dim() else x for x in given] if model.opens else []

@@ -39,6 +39,15 @@ _ELEMENTS: dict[str, tuple[int, Callable[[np.ndarray, Sequence[int]], int]]] = {
 }
 
 
+#: operators that may lack operands -> the first that they may lack
+_FIRST_OPTIONAL = {
+    **dict.fromkeys(("FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D", "CONV_3D"), 2),
+    **dict.fromkeys(("TRANSPOSE_CONV", "CONV_3D_TRANSPOSE", "SVDF"), 3),
+    **dict.fromkeys(("LSTM", "UNIDIRECTIONAL_SEQUENCE_LSTM", "BIDIRECTIONAL_SEQUENCE_LSTM"), 1),
+    "BIDIRECTIONAL_SEQUENCE_RNN": 1,
+}
+
+
 def _product(sizes: Iterable[Any]) -> int:
     return math.prod(max(int(s), 1) for s in sizes)
 
@@ -51,10 +60,17 @@ def check_operators(model: Any) -> None:
     """Check operators of a `TfliteModel` that would end the process, or fill all memory, where LiteRT runs them.
 
     Raises:
-        CaptureError: An operator makes too large a tensor, divides by what traps, or has an impossible option.
+        CaptureError: An operator lacks an operand, makes too large a tensor, divides by what traps, or has an
+            impossible option; or there is control flow, whose operators are not checked.
     """
+    if loops := sorted({op.kind for op in model.operators} & {"WHILE", "IF"}):
+        hint = "convert the model with a fixed batch and a fixed number of steps, or without control flow"
+        raise CaptureError(f"The control flow {loops[0]} has no reader", where=model.where, hint=hint)
     for op in model.operators:
         where = f"{model.where}, {op.kind}"
+        needed = 0 if op.is_custom else _FIRST_OPTIONAL.get(op.kind, len(op.inputs))
+        if min(op.inputs[:needed], default=0) < 0:
+            raise CaptureError("An operator lacks an operand", where=where, got=str(op.inputs))
         tensors = [model.tensors[i] if i >= 0 else None for i in op.inputs]
         if (count := _elements(op.kind, tensors)) > _MOST_ELEMENTS:
             allowed = f"at most {_MOST_ELEMENTS:,} elements"
