@@ -185,9 +185,11 @@ class _Unrolled:
             self.parts[o] = _cut(self._rows(x), first, count)
             self._set_rows(o, shape, count)
             return True
-        if code == _OPERATOR.CONCATENATION and op.builtinOptions.axis == 0 and any(i in self.parts for i in inputs):
+        if code == _OPERATOR.CONCATENATION and any(i in self.parts for i in inputs):
+            if op.builtinOptions.axis or op.builtinOptions.fusedActivationFunction:
+                return False
             self.parts[o] = [part for i in inputs for part in self._rows(i)]
-            self._set_rows(o, [int(d) for d in self.tensors[inputs[1]].shape], sum(n for *_, n in self.parts[o]))
+            self._set_rows(o, [int(d) for d in self.tensors[inputs[0]].shape], sum(n for *_, n in self.parts[o]))
             return True
         return False
 
