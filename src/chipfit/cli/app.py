@@ -628,7 +628,6 @@ def time_(
     images: ImageOptions,
 ) -> None:
     """Measure the float and the quantized file in turns on a runtime of this machine; show each operator's work."""
-
     result = _load(saved)
     batches = images.load(data, framework=result.graph.framework)
     found = result.time(batches, runtime=runtime, seconds=seconds)

@@ -38,9 +38,8 @@ def as_product(equation: str) -> Product | None:
     """
     ins, arrow, result = equation.replace(" ", "").partition("->")
     left, comma, right = ins.partition(",")
-    if (
-        not (arrow and comma) or "." in ins or len({*right}) < len(right)
-    ):  # repeated letters of `left` fail the next test
+    # repeated letters of `left` fail the next test
+    if not (arrow and comma) or "." in ins or len({*right}) < len(right):
         return None
     batch, summed, first, second = letters_of(left, right, result)
     made = [*batch, *first, *second]

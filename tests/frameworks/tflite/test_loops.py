@@ -46,6 +46,9 @@ LOOPS = {
     "some of its states": lambda tf, x: recurrent(tf, x)[:, 1:3],
     "a loop in a loop": nested,
     "two layers": lambda tf, x: recurrent(tf, recurrent(tf, x)[..., :3]),
+    "rows beside a loop, read twice": lambda tf, x: (
+        (tf.slice(x[0], [1, 0], [2, 3]) * tf.abs(tf.slice(x[0], [1, 0], [2, 3]))) + nested(tf, x)[0, :1]
+    ),
     "marks of steps": lambda tf, x: tf.where(tf.reduce_any(x > 0, -1, keepdims=True), recurrent(tf, x)[..., :3], x),
     "marks of all": lambda tf, x: tf.where(tf.reduce_all(x > -1, -1, keepdims=True), x, -x),
 }

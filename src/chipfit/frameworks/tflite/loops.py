@@ -1,5 +1,6 @@
 """Loops of a known number of steps, written out, as converters of Keras write recurrent layers."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,8 +106,8 @@ class _Unrolled:
     def _copy(self, op: Any, inputs: list[int], names: Mapping[int, int]) -> None:
         if len(self.operators) >= MOST_OPERATORS:
             raise _NotCounted
-        new = object.__new__(type(op))
-        vars(new).update(vars(op) | {"inputs": inputs, "outputs": [names[int(o)] for o in op.outputs]})
+        new = copy.copy(op)
+        new.inputs, new.outputs = inputs, [names[int(o)] for o in op.outputs]
         self.operators.append(new)
 
     def _loop(self, op: Any, carried: list[int]) -> list[int]:
@@ -142,9 +143,9 @@ class _Unrolled:
         """Add a copy of a tensor of another subgraph."""
         if len(self.tensors) > _MOST_TENSORS:
             raise _NotCounted
-        new = object.__new__(type(like))
+        new = copy.copy(like)
         name = (like.name or b"").decode("utf-8", "replace").partition(";")[0]
-        vars(new).update(vars(like) | {"name": f"{name}{mark}".encode(), "shapeSignature": None})
+        new.name, new.shapeSignature = f"{name}{mark}".encode(), None
         self.tensors.append(new)
         self._note_constant(len(self.tensors) - 1)
         return len(self.tensors) - 1
@@ -159,17 +160,21 @@ class _Unrolled:
         value = np.asarray(_COUNTING[code](*(self.known[i] for i in inputs)))
         if value.dtype not in _CODES or value.size > 8:
             return False
-        buffer, t = schema.BufferT(), self.tensors[names[o]]
-        buffer.data = np.frombuffer(value.tobytes(), np.uint8)
-        self.buffers.append(buffer)
-        t.buffer, t.type, t.shape = len(self.buffers) - 1, _CODES[value.dtype], np.array(value.shape, np.int32)
+        self._hold(self.tensors[names[o]], value)
         self.known[names[o]] = value
         return True
+
+    def _hold(self, t: Any, numbers: np.ndarray) -> None:
+        """Make a tensor a constant."""
+        buffer = schema.BufferT()
+        buffer.data = np.frombuffer(numbers.tobytes(), np.uint8)
+        self.buffers.append(buffer)
+        t.buffer, t.type, t.shape = len(self.buffers) - 1, _CODES[numbers.dtype], np.array(numbers.shape, np.int32)
 
     # ---- lists of the results of all steps
 
     def _rows(self, i: int) -> list[tuple[int, int, int]]:
-        return self.parts.get(i) or [(i, 0, int(self.tensors[i].shape[0]))]
+        return self.parts[i] if i in self.parts else [(i, 0, int(self.tensors[i].shape[0]))]
 
     def _is_list(self, code: int, op: Any, inputs: Sequence[int], names: dict[int, int]) -> bool:
         """Keep the parts of a list from which steps take rows, or into which they put theirs."""
@@ -202,6 +207,7 @@ class _Unrolled:
             return i
         pieces = [self._piece(i, *part) for part in self.parts.pop(i) if part[2]]
         if len(pieces) == 1:
+            self.parts[i] = self._rows(pieces[0])  # for further operators that read it
             return pieces[0]
         self._operator(_OPERATOR.CONCATENATION, schema.ConcatenationOptionsT(), pieces, i)
         return i
@@ -218,15 +224,9 @@ class _Unrolled:
         return out
 
     def _numbers(self, numbers: Sequence[int]) -> int:
-        buffer, t = schema.BufferT(), schema.TensorT()
-        buffer.data = np.frombuffer(np.array(numbers, np.int32).tobytes(), np.uint8)
-        self.buffers.append(buffer)
-        t.buffer, t.type, t.shape, t.name = (
-            len(self.buffers) - 1,
-            _TYPES.INT32,
-            np.array([len(numbers)], np.int32),
-            b"rows",
-        )
+        t = schema.TensorT()
+        t.name = b"rows"
+        self._hold(t, np.array(numbers, np.int32))
         self.tensors.append(t)
         return len(self.tensors) - 1
 

@@ -9,8 +9,6 @@ import torch
 
 from chipfit.frameworks.torch.program import exporting
 
-_Kind = inspect._ParameterKind
-
 
 class ScriptedModule(torch.nn.Module):
     """A TorchScript program, with modules in the places of those that were scripted or traced.
@@ -76,7 +74,7 @@ def _forward(program: torch.jit.ScriptModule) -> Callable[..., Any]:
     parameters = [
         inspect.Parameter(
             a.name,
-            _Kind.KEYWORD_ONLY if a.kwarg_only else _Kind.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY if a.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
             default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
         )
         for a in schema.arguments[1:]  # without the module itself
