@@ -183,7 +183,7 @@ FORMULAS = {
     "patches with gaps": lambda x: ops.image.extract_patches(x[..., None], 2, strides=(1, 2), dilation_rate=2),
     "means of windows": layers.AdaptiveAveragePooling1D(2),
     "largest in windows that overlap": lambda x: layers.AdaptiveMaxPooling2D((3, 4))(x[..., None]),
-    "spectrum": lambda x: ops.concatenate(ops.stft(x, 3, 1, 4, window="hamming"), -1),
+    "spectrum": lambda x: ops.concatenate(ops.stft(x, 2, 1, 4, window="hamming"), -1),
     "spectrum of whole frames": lambda x: ops.concatenate(ops.stft(x[:, 0], 4, 2, 4, center=False), -1),
     "mel spectrum": layers.MelSpectrogram(fft_length=4, sequence_stride=1, num_mel_bins=2, sampling_rate=9000),
     "tensordot": lambda x: ops.tensordot(x, constant(6, 2), axes=1),
@@ -225,9 +225,15 @@ FORMULAS = {
 }
 
 
+#: what Keras refuses on TensorFlow, or computes wrongly there
+NOT_ON_TENSORFLOW = {"patches with gaps": "refused", "product of booleans": "refused", "half a turn": "turned wrongly"}
+
+
 @pytest.mark.filterwarnings("ignore:NotImplemented should not be used")  # in Keras's tensordot
 @pytest.mark.parametrize("name", FORMULAS)
 def test_functions_of_keras_are_read_as_the_operators_that_compute_them(name):
+    if keras.backend.backend() == "tensorflow" and name in NOT_ON_TENSORFLOW:
+        pytest.skip(f"on TensorFlow this is {NOT_ON_TENSORFLOW[name]} by Keras")
     assert OPAQUE not in ops_of(FORMULAS[name], 4, 6)
 
 
