@@ -1,6 +1,6 @@
 """Calibration data in every usual form, and what is left of labels."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from chipfit.calibration.data import (
     iterate,
     split_label,
 )
+from chipfit.calibration.source import CalibrationData
 from chipfit.errors import DataError
 from chipfit.frameworks.torch.capture import capture
 from tests.build import model_of
@@ -39,6 +40,15 @@ def test_one_big_array_is_cut_into_batches_of_sixteen(rows, sizes):
         assert [len(b) for b in iterate(array)] == sizes
 
 
+@pytest.mark.parametrize("fixed, sizes", [(0, [16, 4]), (8, [8, 8]), (32, [20])])
+def test_a_dict_of_arrays_is_cut_like_one_array(fixed, sizes):
+    arrays = UserDict(ids=np.arange(20), image=torch.arange(40.0).reshape(20, 2))  # tokenizers return such a class
+    batches = list(iterate(arrays, fixed))
+    assert [{k: len(x) for k, x in b.items()} for b in batches] == [{"ids": n, "image": n} for n in sizes]
+    assert all(torch.equal(b["ids"] * 2.0, b["image"][:, 0]) for b in batches)
+    assert CalibrationData(arrays).count == 2
+
+
 def test_iterables_are_walked_and_what_has_items_and_a_length_is_read_in_order():
     assert list(iterate([1, 2])) == list(iterate(lambda: iter([1, 2]))) == [1, 2]
     dataset = type("PyDataset", (), {"__len__": lambda s: 3, "__getitem__": lambda s, k: 10 * k})  # as Keras has it
@@ -51,7 +61,9 @@ def test_iterables_are_walked_and_what_has_items_and_a_length_is_read_in_order()
         (torch.tensor(1.0), "a single number"),
         ("text", "not batches of inputs. Got: str"),
         (b"text", "not batches of inputs. Got: bytes"),
-        ({"x": X}, "not batches of inputs. Got: dict"),
+        ({}, "not batches of inputs. Got: dict"),
+        ({"x": X, "n": 3}, "not batches of inputs. Got: dict"),
+        ({"x": torch.zeros(3, 2), "y": torch.zeros(4)}, "different numbers of samples. Got: 'x' 3, 'y' 4"),
         (nn.ReLU(), "not batches of inputs. Got: ReLU"),
         (nn.Sequential(nn.ReLU()), "not batches of inputs. Got: Sequential"),
         (7, "not batches of inputs. Got: int"),

@@ -46,7 +46,7 @@ class NotedBatches(list[Any]):
 
 
 def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
-    """Return an iterator over the batches of an iterable, of one big array, or of what a callable returns.
+    """Return an iterator over the batches of an iterable, of big arrays, or of what a callable returns.
 
     Args:
         fixed: the batch size that the model fixes; an array is split into whole batches of it, and batches of several
@@ -58,25 +58,45 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     """
     if callable(data) and not isinstance(data, (Iterable, torch.nn.Module)):
         data = _call_without_arguments(data)
-    if isinstance(data, (np.ndarray, torch.Tensor)):
-        data = _tensors(data)
+    if isinstance(data, (np.ndarray, torch.Tensor, Mapping)):
+        data = as_tensors(data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Iterable):
         return (data[k] for k in range(len(data)))  # a keras.utils.PyDataset
     if isinstance(data, torch.Tensor):
         if data.dim() == 0:
             raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
-        parts = torch.split(data, fixed or ROWS)
-        return iter(p for p in parts if len(p) == fixed) if fixed and len(data) >= fixed else iter(parts)
+        return (data[rows] for rows in _cuts(len(data), fixed))
+    if isinstance(data, Mapping) and data and all(isinstance(x, torch.Tensor) and x.dim() for x in data.values()):
+        return ({name: x[rows] for name, x in data.items()} for rows in _cuts(_common_rows(data), fixed))
     if isinstance(data, (str, bytes, Path, Mapping, torch.nn.Module)) or not isinstance(data, Iterable):
         from_file = "load the file, as np.load(path)['x'] does; the command line reads files: --data"
         raise DataError(
             "The data are not batches of inputs",
             got=type(data).__name__,
-            allowed="an iterable of batches (tensors, tuples, dicts), an array with the batch on axis 0, "
-            "or a callable that returns one",
+            allowed="an iterable of batches (tensors, tuples, dicts), an array or a dict of arrays with the batch on "
+            "axis 0, or a callable that returns one",
             hint=from_file if isinstance(data, (str, Path)) else "wrap a single batch in a list: [batch]",
         )
     return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 and single else iter(data)
+
+
+def _cuts(rows: int, fixed: int) -> Iterator[slice]:
+    """Return the rows of each batch: whole batches of a fixed size if there are any."""
+    size = fixed or ROWS
+    whole = rows // size * size if 0 < fixed <= rows else rows
+    return (slice(start, start + size) for start in range(0, max(whole, 1), size))
+
+
+def _common_rows(arrays: Mapping[str, torch.Tensor]) -> int:
+    rows = {name: len(x) for name, x in arrays.items()}
+    if len(set(rows.values())) > 1:
+        raise DataError(
+            "The arrays of the calibration data have different numbers of samples",
+            got=", ".join(f"'{name}' {n}" for name, n in rows.items()),
+            allowed="the same on axis 0",
+            hint="wrap a single batch in a list: [batch]",
+        )
+    return rows.popitem()[1]
 
 
 def add_states(data: Any, steps: Callable[[Iterable[Any]], Iterator[Any]] | None) -> Any:

@@ -142,8 +142,9 @@ class CalibrationData:
     @property
     def count(self) -> int | None:
         """Number of batches; None for data without a length."""
-        shape = getattr(self.data, "shape", None)
-        if shape is not None and len(shape):  # one big array is split into batches
+        array = next(iter(self.data.values()), None) if isinstance(self.data, Mapping) else self.data
+        shape = getattr(array, "shape", None)
+        if shape is not None and len(shape):  # big arrays are split into batches
             return -(-int(shape[0]) // ROWS)
         try:
             return len(self.data)

@@ -62,6 +62,8 @@ def test_an_integer_for_each_sample_is_an_input_where_the_model_takes_it(make, n
 def test_a_dict_names_the_inputs_of_a_list():
     data = [{"t": t, "x": x} for x, t in zip(X, T, strict=True)]
     assert chipfit.quantize(functional(False), data, "ort_cpu", progress=False).verify(data).exact
+    arrays = {"t": np.concatenate(T), "x": np.concatenate(X)}
+    assert chipfit.quantize(functional(False), arrays, "ort_cpu", progress=False).verify(arrays).exact
 
 
 def test_a_label_behind_all_inputs_is_still_a_label():

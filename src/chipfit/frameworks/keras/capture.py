@@ -229,7 +229,8 @@ def _example(model: Any, struct: Any, args: Sequence[Any], kwargs: Mapping[str, 
         if isinstance(struct, Mapping) != isinstance(given, Mapping) or want != got:
             described = f"inputs named {sorted(struct)}" if isinstance(struct, Mapping) else f"{want} inputs"
             what = "The example does not fit the model"
-            raise CaptureError(what, got=f"{type(given).__name__} of {got}", allowed=described)
+            hint = "a batch holds every input: give a list of such batches, or a dict of arrays by the names of inputs"
+            raise CaptureError(what, got=f"{type(given).__name__} of {got}", allowed=described, hint=hint)
     if any(not isinstance(x, torch.Tensor) or x.dim() == 0 for x in leaves(given)):
         what = "The example holds something else than batches of numbers"
         raise CaptureError(what, got=str([type(x).__name__ for x in leaves(given)]))
