@@ -111,7 +111,7 @@ def avg_pool(x: Tensor, *, kernel: Any, stride: Any, padding: Any, ceil_mode: bo
 
 def reduce_prod(x: Tensor, *, axes: Any, keepdims: bool) -> Tensor:
     for a in sorted((a % x.dim() for a in axes), reverse=True):
-        x = x.prod(a, keepdim=keepdims)
+        x = x.prod(a, keepdim=keepdims, dtype=x.dtype)
     return x
 
 
@@ -212,6 +212,9 @@ _BY_NAME: dict[str, Kernel] = {
     "group_norm": lambda x, w=None, b=None, *, groups, eps: F.group_norm(x.contiguous(), groups, w, b, eps),
     "instance_norm": lambda x, w=None, b=None, *, eps: F.instance_norm(x, weight=w, bias=b, eps=eps),
     "rms_norm": lambda x, w=None, *, normalized_shape, eps: F.rms_norm(x, normalized_shape, w, eps),
+    # integers keep their type, as in files; torch's own default is int64
+    "sum": lambda x, *, axes, keepdims: x.sum(axes, keepdims, dtype=x.dtype),
+    "cum_sum": lambda x, *, axis: x.cumsum(axis, dtype=x.dtype),
     "identity": lambda x: x,
     "dynamic_quantize": lambda x, *, qmin, qmax, affine, per, block: dynamic_quantize(
         TorchOps, x.float(), qmin=qmin, qmax=qmax, affine=affine, per=per, block=block

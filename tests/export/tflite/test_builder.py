@@ -52,6 +52,17 @@ def test_a_weight_that_is_stored_in_float_or_read_before_its_codes_is_written_as
         assert np.array_equal(held(w, w.weight("w")), WEIGHT.numpy()) and not w.operators
 
 
+def test_a_second_form_of_a_weight_has_a_name_that_no_other_tensor_has():
+    """Its codes, its floats, and its floats in another order; "w_1" is another weight."""
+    w = emitter(weight=stored(0.7), edges=[("w", "n")], integer=True)
+    w.graph.weights["w_1"] = WEIGHT
+    floats = [w.weight("w"), w.weight("w", np.transpose)]
+    w.plan = replace(w.plan, float_edges=frozenset())
+    codes = [w.weight("w"), w.weight("w", np.transpose)]
+    names = [w.tensors[k].name for k in (*codes, *floats, w.weight("w_1"))]
+    assert names == [b"w", b"w_2", b"w/float", b"w/float_1", b"w_1"]
+
+
 @pytest.mark.parametrize(
     "exec, zero, codes", [("float", 0, True), ("float", 3, False), ("int", 0, False), (None, 0, True)]
 )

@@ -138,6 +138,20 @@ def test_a_scan_over_a_vector_hands_on_numbers():
     assert [env[o].tolist() for o in read.outputs] == [6.0, [1.0, 3.0, 6.0]]
 
 
+@pytest.mark.parametrize("op", ["CumSum", "ReduceSum", "ReduceProd"])
+def test_sums_and_products_of_32_bit_integers_have_32_bits(op):
+    """Of [3, 2, 4]: 3, 5, 9; 9; 24."""
+    x = torch.tensor([[3, 2, 4]], dtype=torch.int32)
+    of = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in "xy"]
+    axis = numpy_helper.from_array(np.array(1 if op == "CumSum" else [1]), "axis")
+    node = onnx.helper.make_node(op, ["x", "axis"], ["y"])
+    graph = onnx.helper.make_graph([node], "g", of[:1], of[1:], [axis])
+    read = capture(load_model(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)])), [x])
+    (y,) = run(read, [x], keep=read.outputs).values()
+    assert y.dtype is torch.int32 and "Opaque" not in {n.op for n in read.nodes}
+    assert y.tolist() == [{"CumSum": [3, 5, 9], "ReduceSum": [9], "ReduceProd": [24]}[op]]
+
+
 W = np.random.default_rng(0).normal(size=(3, 6, 2, 4)).astype(np.float32)
 CANONICAL = {
     "a product of heads": ("Einsum", {"equation": "bthe,bshe->bhts"}, [(2, 5, 3, 4), (2, 7, 3, 4)], []),

@@ -233,6 +233,7 @@ STEPS = {
     "a multiple added": lambda x: torch.add(x, x[:, :1], alpha=3),
     "a multiple taken away": lambda x: torch.sub(x, 2, alpha=0.5),
     "a clip of integers": lambda x: (x * 9).int().clamp(-3, 4),
+    "a product of integers": lambda x: (x * 9).int().prod(1),
     "turned around": lambda x: x.flip((1, -1)),
     "repeated samples": lambda x: x[:, :1].repeat(1, 3, 1, 1),
     "filled": lambda x: x + torch.full_like(x, 2.5) + torch.ones_like(x[:, :1]) + x.new_zeros(4, 6, 6),

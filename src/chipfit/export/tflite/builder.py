@@ -1,12 +1,14 @@
 """Builder of a `.tflite` file for one graph: its values as tensors of the file, its weights as constants."""
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from chipfit.export.tflite.file import INT4, TYPES, File, Quantization
+from chipfit.graph.edit import unique_name
 from chipfit.graph.ir import Graph, Node
 from chipfit.plan.record import Plan, TensorPlan
 from chipfit.quantizers.stored import Stored
@@ -31,6 +33,11 @@ class TfliteBuilder(File):
         self.dynamic: set[str] = set()  #: float values that their readers quantize dynamically
         #: 64-bit integers of the model, such as indices, have 32 bits in the file: microcontrollers compute with these
         self.short = bool(plan.provenance.get("integer_only"))
+
+    def _free(self, name: str) -> str:
+        """Return a name that neither another tensor of the file nor one of the graph has."""
+        taken: ChainMap[str, Any] = ChainMap(self.index, self.graph.weights, self.graph.values)
+        return unique_name(name, taken) if name in self.index else name
 
     def begin(self, node: Node, kind: str = "", integer: bool = False, fused: int = 0) -> None:
         """Start to write an operator."""
@@ -99,7 +106,7 @@ class TfliteBuilder(File):
             change = np.asarray
         if stored is None or (name, self.node.name) in self.plan.float_edges:
             w = w.int() if self.short and w.dtype == torch.int64 else w
-            return self.constant(change(w.contiguous().numpy()), name)
+            return self.constant(change(w.contiguous().numpy()), name if stored is None else f"{name}/float")
         q = stored.quantize(w)
         planned, dynamic = self.plan.nodes.get(self.node.name), self.node.data in self.dynamic
         if stored.grid.per == "block":
