@@ -11,6 +11,7 @@ from benchmarks.converters import torch_networks
 from torch import nn
 
 import chipfit
+from chipfit.engine.run import run
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture
 from tests.zoo import ZOO, make, unseen
@@ -96,3 +97,29 @@ def test_fifty_float_files_have_the_plans_of_their_models(writer, name, tmp_path
     if name in LESS[writer]:
         pytest.skip("the file states less")
     check_same_plan(name, writer, tmp_path)
+
+
+class Masked(nn.Module):
+    """Attention of the tokens that a mask keeps, as in encoders of text; all channels but the first, and the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x[:, :, :99]).view(-1, 6, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None] > 0)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_attention_with_a_mask_in_a_file_of_the_torchscript_exporter_is_that_of_its_model(tmp_path):
+    """A row without any token is zeros, not NaN."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(5, 6, 16), (torch.arange(6) < torch.arange(5)[:, None]).long()
+    model = Masked().eval()
+    write("torchscript", model, (x, mask), tmp_path / "net.onnx")
+    graph = capture(chipfit.load_model(tmp_path / "net.onnx"), (x, mask))
+    assert {"SDPA", "Unstack"} <= {n.op for n in graph.nodes}
+    assert {"Slice", "Split", "Softmax", "NotEqual"}.isdisjoint(n.op for n in graph.nodes)
+    (y,) = run(graph, [x, mask]).values()
+    torch.testing.assert_close(y, model(x, mask))

@@ -15,7 +15,7 @@ def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
     graph.outputs = [*outputs]
     layers = _Layers(graph)
     norms = layers.norms, layers.shifted_norms, layers.group_norms
-    for find in (layers.gates, layers.gelus, *norms, layers.biases, layers.flattened, layers.swaps, layers.lines):
+    for find in (layers.guards, layers.lists, layers.gates, layers.gelus, *norms, layers.biases, layers.flattened, layers.swaps, layers.lines):
         for old, whole in find():
             layers.replace(old, whole)
         layers.apply()
@@ -132,6 +132,26 @@ class _Layers:
     def named(self, *ops: str) -> Iterator[Node]:
         """Yield the nodes of some operators that are still there."""
         return (n for n in list(self.graph.nodes) if n.op in ops and self.now.get(n.name, n) is n)
+
+    def guards(self) -> Iterator[tuple[Node, Node]]:
+        """Find zeros in place of weights that are no numbers, in PyTorch's attention; its operator has them, too."""
+        for n in self.named("Where"):
+            test, softmax = (self.made.get(n.inputs[k] or "") for k in (0, 2))
+            odd = test is not None and test.op == "NotEqual" and {*test.inputs} == {n.inputs[2]}
+            if odd and softmax is not None and softmax.op == "Softmax" and self.number(n.inputs[1] or "") == 0:
+                if _is_exported_attention(self.graph, softmax):
+                    yield n, softmax.with_(name=n.name, outputs=n.outputs)
+
+    def lists(self) -> Iterator[tuple[Node, Node]]:
+        """Find parts of one place each whose readers all leave out that axis: the axis taken apart."""
+        for n in self.named("Split"):
+            axes = (n.attrs["axis"] % len(self.graph.shape(n.data)),)
+            parts = [self.users[o][0] for o in n.outputs if self.alone(o)]
+            if len(parts) == len(n.outputs) and all(p.op == "Squeeze" and p.attrs["axes"] == axes for p in parts):
+                outputs = tuple(p.output for p in parts)
+                for p in parts:
+                    self.now[p.name] = None
+                yield n, n.with_(op="Unstack", outputs=outputs, attrs={"axis": axes[0]}, layer_type="Unstack")
 
     def gates(self) -> Iterator[tuple[Node, Node]]:
         """Find x f(x) of the gated operators."""
