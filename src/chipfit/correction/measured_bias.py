@@ -15,6 +15,7 @@ from chipfit.calibration.collect import valid_tokens, without_padding
 from chipfit.calibration.data import Batch, Whole
 from chipfit.correction.bias import quantized_linear
 from chipfit.graph.folds import bias_is_free, move_beta
+from chipfit.graph.data_sizes import with_comparable_outputs
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import channel_axis, is_linear, with_bias
 from chipfit.graph.placement import inputs_on, on_cpu, placed
@@ -165,7 +166,7 @@ def measure_biases(
     before = reference.errors_of_batches(graph, plan, weights) if before is None else before
     if not move or not reference.samples.held:
         return MeasuredBiases(reference, plan.tensors, {}, before, before)
-    there, rounding = placed(graph), rounded_once(graph, plan, weights)
+    there, rounding = placed(with_comparable_outputs(graph)), rounded_once(graph, plan, weights)
     quantized = quantized_linear(graph, plan, sized=False)
     moves = [n for n, why in quantized if not why and n.output in reference.means and bias_is_free(graph, n.weight)]
     movable = {n.name for n in moves}

@@ -143,6 +143,8 @@ ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {
 }
 #: operators that platform files may name beyond the canonical ones
 FOREIGN = frozenset(_VOCABULARY["foreign"].split())
+#: operators of frameworks that choose the size of their result by data
+SIZED_BY_DATA = frozenset(_VOCABULARY["sized_by_data"].split())
 #: "@group" of platform files -> its operators
 GROUPS: dict[str, frozenset[str]] = {f"@{name}": frozenset(ops.split()) for name, ops in _VOCABULARY["groups"].items()}
 

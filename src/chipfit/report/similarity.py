@@ -12,6 +12,7 @@ from chipfit.calibration.data import Batch, count_samples, no_data
 from chipfit.engine.run import run
 from chipfit.errors import ConfigError, check_known, short_message
 from chipfit.export.io_spec import output_names
+from chipfit.graph.data_sizes import sized_by_data
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.plan.record import Plan
@@ -119,9 +120,11 @@ def measure(
         ConfigError: a metric is not a function, fails, or returns no number.
     """
     asked, found = checked_metrics(metrics), kernels(graph, plan)
+    unequal = sized_by_data(graph)
     known = {k: v for k, v in found.items() if reference.values.get(v) and reference.is_float(v)}
+    known = {k: v for k, v in known.items() if v not in unequal}
     lost = [k for k in found if k not in known]
-    notes = [*notes, *([f"without a counterpart in the float network: {', '.join(lost)}"] if lost else [])]
+    notes = [*notes, *([f"without a counterpart of its size in the float network: {', '.join(lost)}"] if lost else [])]
     sums = _Sums(asked)
     there, float_there, rounding = placed(graph), placed(reference), rounded_once(graph, plan, {})
     with torch.inference_mode():
@@ -136,7 +139,7 @@ def measure(
                     sums.add(by_value[value], want[value], plan[value].round(got) if plan.quantized(value) else got)
             last = rounded_outputs(plan, flow.outputs)
             for name, mine, theirs in zip(output_names(graph), graph.outputs, reference.outputs, strict=True):
-                if graph.is_float(mine):
+                if graph.is_float(mine) and mine not in unequal:
                     sums.add((name,), want[theirs], last[mine])
     if not sums.samples:
         raise no_data()

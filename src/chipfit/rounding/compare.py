@@ -12,6 +12,7 @@ from chipfit.calibration.data import Batch, Whole, no_data
 from chipfit.decide.insertions import without_insertions
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import Hook, done_after, run
+from chipfit.graph.data_sizes import with_comparable_outputs
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.plan.record import Plan
@@ -105,6 +106,7 @@ class Reference:
     """
 
     def __init__(self, graph: Graph, batches: Iterable[Batch], hook: Hook | None = None) -> None:
+        graph = with_comparable_outputs(graph)
         self.graph, self.batches = graph, [inputs_on(graph.device, batch) for batch in batches]
         there = placed(without_insertions(graph))  # dynamic quantization is an error of the other networks
         with torch.inference_mode():
@@ -124,7 +126,8 @@ class Reference:
         Args:
             rounded: weights that a measurement of another plan has rounded; those that are stored alike are taken.
         """
-        there, rounding = placed(graph), rounded_once(graph, plan, {} if rounded is None else rounded)
+        there = placed(with_comparable_outputs(graph))
+        rounding = rounded_once(graph, plan, {} if rounded is None else rounded)
         with torch.inference_mode():
             runs = (run_quantized(there, plan, batch, rounding) for batch in self.batches)
             return [self.errors_of(k, values) for k, values in enumerate(runs)]

@@ -25,7 +25,7 @@ from chipfit.frameworks.reading import Unreadable, present, require, steps_from_
 from chipfit.graph.builder import GraphBuilder, Origin
 from chipfit.graph.ir import OPAQUE, Graph, Node, Ref
 from chipfit.operators.formulas import compute
-from chipfit.operators.table import OPS
+from chipfit.operators.table import OPS, SIZED_BY_DATA
 
 _META = torch.device("meta")
 _MOST_AXES = 64  #: of a tensor of torch
@@ -407,10 +407,18 @@ class OnnxCall:
                     raise
                 what = f"Operator '{self.node.op_type}' cannot be computed: {short_message(e)}"
                 raise CaptureError(what, where=self.node.name or self.name) from e
-            metas.append([y.to(_META) for y in (out if isinstance(out, tuple) else (out,))])
+            metas.append([self._sized(y, k) for y in (out if isinstance(out, tuple) else (out,))])
         attrs = {"target": target, "args": [Ref(k) for k in range(len(operands))], "kwargs": {}}
         wanted = [self.name] if len(self.outputs) == 1 else self.outputs
         return self._append(OPAQUE, operands, attrs, [tuple(m) for m in zip(*metas, strict=True)], *wanted)
+
+
+    def _sized(self, y: torch.Tensor, k: int) -> torch.Tensor:
+        """Return the meta tensor of a result; a size that depends on data differs in all variants."""
+        shape = [*y.shape]
+        if self.node.op_type in SIZED_BY_DATA:
+            shape[1 if self.node.op_type == "NonZero" else self.attr("axis") or 0] += k
+        return torch.empty(shape, dtype=y.dtype, device=_META)
 
 
 def _without_repetition(numbers: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray | None:
@@ -435,7 +443,9 @@ def _kernel_operand(operand: Operand, k: int) -> Any:
 def _runtime_operand(operand: Operand, k: int, graph: Graph) -> Any:
     if operand.name in graph.weights:
         return graph.weights[operand.name]
-    return _kernel_operand(operand, k) if operand.numbers else torch.ones_like(operand.metas[k], device="cpu")
+    if operand.numbers:
+        return _kernel_operand(operand, k)
+    return torch.full_like(operand.metas[k], operand.dtype.is_floating_point, device="cpu")  # 0 is an index of any axis
 
 
 def _plain(x: Any) -> Any:

@@ -656,6 +656,9 @@ def _slice(c: OnnxCall) -> Any:
     for k, (axis, step) in enumerate(zip(axes, steps, strict=True)):
         sizes = [m.shape[axis] for m in x.metas]
         start, end = (_end_of([e[k] for e in which], sizes) for which in (starts, ends))
+        if len({*sizes}) == 1 and step > 0:  # beyond the ends of the axis
+            start = max(start or 0, -sizes[0])
+            start, end = 0 if start == -sizes[0] else start, None if end is not None and end >= sizes[0] else end
         if step < 0:
             require(len({*sizes}) == 1)
             stop = None if present(end) < -sizes[0] else end  # below the first element, which is part of the result

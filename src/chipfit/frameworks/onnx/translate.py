@@ -26,6 +26,7 @@ from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import Origin
 from chipfit.graph.ir import Graph
 from chipfit.graph.removed import remember_aliases, remember_removed
+from chipfit.operators.table import SIZED_BY_DATA
 
 #: results of at most this many elements are computed while a model is read, further ones by the engine
 _FOLDED = 1 << 16
@@ -51,6 +52,8 @@ def translate(
     Raises:
         CaptureError: A node cannot be read.
     """
+    if len(variants) == 1 and any(n.op_type in SIZED_BY_DATA for n in model.graph):
+        variants = [*variants, *variants]  # between which sizes differ that depend on data
     t = Translator(model, len(variants))
     t.builder.fixed = fixed
     t.inputs(variants, dtypes)
