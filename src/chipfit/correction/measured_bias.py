@@ -14,8 +14,8 @@ from torch import Tensor
 from chipfit.calibration.collect import valid_tokens, without_padding
 from chipfit.calibration.data import Batch, Whole
 from chipfit.correction.bias import quantized_linear
-from chipfit.graph.folds import bias_is_free, move_beta
 from chipfit.graph.data_sizes import with_comparable_outputs
+from chipfit.graph.folds import bias_is_free, move_beta
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import channel_axis, is_linear, with_bias
 from chipfit.graph.placement import inputs_on, on_cpu, placed

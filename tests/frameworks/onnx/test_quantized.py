@@ -12,8 +12,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import chipfit
+from chipfit.engine.run import run
 from chipfit.errors import CaptureError
-from chipfit.frameworks import load
+from chipfit.frameworks import capture, load
 from chipfit.frameworks.onnx import quantized as quantized_files
 from chipfit.frameworks.onnx.quantized import read_quantized
 from chipfit.platform.load import load as load_platform
@@ -213,6 +214,51 @@ def test_weights_in_blocks_of_onnx_runtimes_tool_are_read(products, tmp_path, bi
     again = chipfit.load_model(tmp_path / "blocks.onnx", requantize=True)
     result = chipfit.quantize(again, [torch.from_numpy(x)], platform="ort_dynamic", progress=False)
     assert (result.model(torch.from_numpy(x)) - want).abs().max() < 0.05 * want.abs().max()
+
+
+@pytest.fixture
+def looked_up(tmp_path):
+    """Return rows of a table [10, 64], and their product."""
+    draw = np.random.default_rng(0)
+    held = [numpy_helper.from_array(draw.normal(size=s).astype("f4"), n) for n, s in (("t", (10, 64)), ("w", (64, 4)))]
+    nodes = [helper.make_node("Gather", ["t", "x"], ["rows"]), helper.make_node("MatMul", ["rows", "w"], ["y"])]
+    kinds = {"x": TensorProto.INT64, "rows": TensorProto.FLOAT, "y": TensorProto.FLOAT}
+    ends = [helper.make_tensor_value_info(n, k, ["n", 3] if n == "x" else None) for n, k in kinds.items()]
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], held)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "f.onnx")
+    return tmp_path / "f.onnx"
+
+
+ROWS = np.array([[0, 9, 4], [3, 3, 1]])
+
+
+@pytest.mark.parametrize("way", ["dynamic", "4 bits", "4 bits with zero points"])
+def test_rows_of_tables_of_integers_are_read(looked_up, way):
+    """A dynamic product of rows has the table's scale; tables in blocks hold one integer in each element."""
+    if way == "dynamic":
+        quantization.quantize_dynamic(str(looked_up), str(looked_up))
+    else:
+        tool = pytest.importorskip("onnxruntime.quantization.matmul_nbits_quantizer")
+        what = {"op_types_to_quantize": ("Gather",), "quant_axes": (("Gather", 1),), "is_symmetric": way == "4 bits"}
+        how = tool.DefaultWeightOnlyQuantConfig(block_size=32, **what)
+        (made := tool.MatMulNBitsQuantizer(onnx.load(looked_up), algo_config=how)).process()
+        onnx.save(made.model.model, looked_up)
+    wanted = ort.InferenceSession(looked_up).run(None, {"x": ROWS})
+    read = capture(chipfit.load_model(looked_up, requantize=True), [torch.from_numpy(ROWS)])
+    for y, want in zip(run(read, [torch.from_numpy(ROWS)]).values(), wanted, strict=True):
+        torch.testing.assert_close(y, torch.from_numpy(want), rtol=1e-5, atol=1e-5)
+    if way != "dynamic":
+        assert chipfit.verify_file(looked_up, [torch.from_numpy(ROWS)]).exact
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_zero_points_that_are_floats_are_named(products, tmp_path):
+    tool = pytest.importorskip("onnxruntime.quantization.matmul_nbits_quantizer")
+    made = tool.MatMulNBitsQuantizer(onnx.load(products), algo_config=tool.HQQWeightOnlyQuantConfig(block_size=32))
+    made.process()
+    onnx.save(made.model.model, tmp_path / "hqq.onnx")
+    with pytest.raises(CaptureError, match="MatMulNBits has no reader: its zero points are floats"):
+        chipfit.verify_file(tmp_path / "hqq.onnx", [torch.zeros(5, 64)])
 
 
 def test_integers_that_a_cast_and_a_mul_make_floats_are_shown(products, tmp_path):

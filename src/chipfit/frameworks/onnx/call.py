@@ -412,7 +412,6 @@ class OnnxCall:
         wanted = [self.name] if len(self.outputs) == 1 else self.outputs
         return self._append(OPAQUE, operands, attrs, [tuple(m) for m in zip(*metas, strict=True)], *wanted)
 
-
     def _sized(self, y: torch.Tensor, k: int) -> torch.Tensor:
         """Return the meta tensor of a result; a size that depends on data differs in all variants."""
         shape = [*y.shape]

@@ -615,7 +615,7 @@ def _integer_product(e: Expansion, n: onnx.NodeProto) -> None:
         raise e.unread(n, "its sums are not scaled by a Cast and a Mul")
     factor = next(i for i in mul.input if i != cast.output[0])
     scales = [*e.makers[factor].input] if factor in e.makers and e.makers[factor].op_type == "Mul" else [factor]
-    weight = next((s for s in scales if e.array(s) is not None), "")
+    weight = next((s for s in reversed(scales) if e.array(s) is not None), "")  # behind that of the data
     if not weight or n.input[1] not in e.initialisers:
         raise e.unread(n, "its weight is computed")
     other = next((s for s in scales if s != weight), "")
@@ -690,17 +690,23 @@ def _in_blocks(e: Expansion, n: onnx.NodeProto, at: Sequence[int]) -> tuple[Inte
     bits, block = a.get("bits", 4), a.get("block_size", 128)
     if packed is None or s is None or s.dtype.kind != "f" or bits not in (2, 4, 8) or (zero and z is None):
         raise e.unread(n, "its weight is computed, or of another type")
-    packed = packed.reshape(len(packed), -1)
-    count = a.get("K") or packed.shape[1] * 8 // bits
+    if z is not None and z.dtype.kind == "f":
+        raise e.unread(n, "its zero points are floats")
+    packed, kind = packed.reshape(len(packed), -1), e.kind(name)
+    in_bytes = kind == "uint8"  # else each integer is an element
+    held = packed.shape[1] * (8 // bits if in_bytes else 1)
+    count = a.get("K") or held
     blocks = -(-count // block)
     s = s.astype(np.float32).reshape(len(packed), -1)
-    whole = packed.dtype == np.uint8 and s.shape[1] == blocks and packed.shape[1] * 8 // bits >= count
-    if not whole or not (np.isfinite(s) & (s != 0)).all() or (z is not None and z.dtype != np.uint8):
+    whole = kind in ("uint8", f"int{bits}", f"uint{bits}") and s.shape[1] == blocks and held >= count
+    if not whole or not (np.isfinite(s) & (s != 0)).all() or (z is not None and z.dtype != packed.dtype):
         raise e.fault(n, f"'{name}' and its scales do not fit", f"{list(s.shape)}", f"{[len(packed), blocks]}, not 0")
-    middle = 0 if z is not None else 1 << bits - 1  # signed integers have no zero points
-    zeros = np.zeros(s.shape, np.int64) if z is None else from_bytes(z.reshape(len(packed), -1), bits, blocks)
-    kind = f"{'int' if middle else 'uint'}{bits}"
-    return IntegerConstant(name, from_bytes(packed, bits, count) - middle, QParams(kind, s, zeros, 1, block)), a
+    zeros = np.zeros(s.shape, np.int64) if z is None else z.reshape(len(packed), -1)
+    if in_bytes:
+        middle = 0 if z is not None else 1 << bits - 1  # without zero points, they stand for signed integers
+        packed, kind = from_bytes(packed, bits, count) - middle, f"{'int' if middle else 'uint'}{bits}"
+        zeros = zeros if z is None else from_bytes(zeros, bits, blocks)
+    return IntegerConstant(name, packed, QParams(kind, s, zeros, 1, block)), a
 
 
 def _product_in_blocks(e: Expansion, n: onnx.NodeProto) -> None:

@@ -15,7 +15,8 @@ def tidy(graph: Graph, outputs: Sequence[str]) -> tuple[Graph, list[str]]:
     graph.outputs = [*outputs]
     layers = _Layers(graph)
     norms = layers.norms, layers.shifted_norms, layers.group_norms
-    for find in (layers.guards, layers.lists, layers.gates, layers.gelus, *norms, layers.biases, layers.flattened, layers.swaps, layers.lines):
+    wholes = layers.guards, layers.lists, layers.gates, layers.gelus, *norms, layers.biases, layers.flattened
+    for find in (*wholes, layers.swaps, layers.lines):
         for old, whole in find():
             layers.replace(old, whole)
         layers.apply()
@@ -138,9 +139,14 @@ class _Layers:
         for n in self.named("Where"):
             test, softmax = (self.made.get(n.inputs[k] or "") for k in (0, 2))
             odd = test is not None and test.op == "NotEqual" and {*test.inputs} == {n.inputs[2]}
-            if odd and softmax is not None and softmax.op == "Softmax" and self.number(n.inputs[1] or "") == 0:
-                if _is_exported_attention(self.graph, softmax):
-                    yield n, softmax.with_(name=n.name, outputs=n.outputs)
+            zeros = odd and self.number(n.inputs[1] or "") == 0
+            if (
+                zeros
+                and softmax is not None
+                and softmax.op == "Softmax"
+                and _is_exported_attention(self.graph, softmax)
+            ):
+                yield n, softmax.with_(name=n.name, outputs=n.outputs)
 
     def lists(self) -> Iterator[tuple[Node, Node]]:
         """Find parts of one place each whose readers all leave out that axis: the axis taken apart."""
