@@ -138,7 +138,7 @@ class _Layers:
         """Find zeros in place of weights that are no numbers, in PyTorch's attention; its operator has them, too."""
         for n in self.named("Where"):
             test, softmax = (self.made.get(n.inputs[k] or "") for k in (0, 2))
-            odd = test is not None and test.op == "NotEqual" and {*test.inputs} == {n.inputs[2]}
+            odd = test is not None and test.layer_type == "IsNaN" and test.data == n.inputs[2]
             zeros = odd and self.number(n.inputs[1] or "") == 0
             if (
                 zeros
