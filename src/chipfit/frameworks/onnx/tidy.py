@@ -135,7 +135,7 @@ class _Layers:
         return (n for n in list(self.graph.nodes) if n.op in ops and self.now.get(n.name, n) is n)
 
     def guards(self) -> Iterator[tuple[Node, Node]]:
-        """Find zeros in place of weights that are no numbers, in PyTorch's attention; its operator has them, too."""
+        """Find zeros in place of NaN among the weights of PyTorch's attention, whose operator has them, too."""
         for n in self.named("Where"):
             test, softmax = (self.made.get(n.inputs[k] or "") for k in (0, 2))
             odd = test is not None and test.layer_type == "IsNaN" and test.data == n.inputs[2]
