@@ -30,7 +30,6 @@ REASONS = {op: f"{op} 'n': {why}" for op, why in REFUSED.items()} | {
     "transposed with gaps": "it has dilation",
     "transposed row beyond": "it has dilation",
     "transposed beyond": "reaches beyond the last window",
-    "replicate": "padding mode 'replicate'",
     "cut off": "it cuts off",
     **{f"bicubic sample, {outside}": "weighed by cubic curves" for outside in ("zeros", "border", "reflection")},
     **{f"{mode} sample, reflection": "reflected at the border" for mode in ("bilinear", "nearest")},

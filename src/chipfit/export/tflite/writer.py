@@ -106,7 +106,7 @@ class Writer(TfliteBuilder):
         grouped = [n.name for n in new.graph if n.facts.kind and n.op in RULES and n.attrs["groups"] > 1]
         grouped += [n.name for n in new.graph if n.op == "SDPA" and n.attrs["enable_gqa"]]
         grouped += [n.name for n in new.graph if n.op == "LSTM" and not keeps_states(new.graph, n)]
-        grouped += [n.name for n in new.graph if n.attrs.get("mode") == "cubic"]
+        grouped += [n.name for n in new.graph if n.attrs.get("mode") in ("cubic", "replicate")]
         if batch is None and plan.provenance.get("integer_only"):  # a TILE has no kernel there
             grouped += [n.name for n in new.graph if n.op == "Expand" and None in new.graph.shape(n.output)]
         alone = {op for op, row in OPERATORS.items() if row.alone}
