@@ -414,9 +414,14 @@ def _hard_swish(c: KernelCall) -> None:
     up = int(e_gate)
     gate = _saturated(q << (up - 1)) if up > 0 else q
     gate = _product16(gate, short(m_gate))
-    gate = _saturated(gate << 1) if up > 0 else shift_away(gate, -e_gate)
+    gate = _saturated(gate << 1) if up > 0 else _shift_away16(gate, -up)
     product = torch.div(((gate + (1 << 15)) >> 1) * value, 1 << 15, rounding_mode="trunc")
-    c.write_result(shift_away(product, -e_out))
+    c.write_result(_shift_away16(product, -int(e_out)))
+
+
+def _shift_away16(x: Tensor, bits: int) -> Tensor:
+    """Divide 16-bit integers by 2^bits as gemmlowp does: from 16 bits on its mask overflows, and gives 1 or -1."""
+    return torch.where(x < 0, -1, 1) if bits >= 16 else shift_away(x, bits)
 
 
 def _saturated(x: Tensor) -> Tensor:
