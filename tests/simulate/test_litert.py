@@ -156,6 +156,14 @@ def test_every_code_of_a_function_of_one_operand(tmp_path, name, ratio):
     one(op, [Codes(every(), ONE * ratio / 2, 3)], result, UNARY[name]).prove(tmp_path)
 
 
+@pytest.mark.parametrize("platform, runtimes", [("tflite_int8", LITERT[1:]), ("tflm_cmsis_nn", ["tflm"])])
+@pytest.mark.parametrize("op, attrs", [("Elu", {"alpha": 1.0}), ("HardSwish", {})])
+@pytest.mark.parametrize("scale", [1e-8, 6e-8, 1e-12])
+def test_every_code_of_a_curve_of_tiny_numbers(tmp_path, platform, runtimes, op, attrs, scale):
+    """HardSwish divides 16-bit integers by more than 2^16, and exp(x) - 1 loses what expm1(x) keeps."""
+    one(op, [Codes(every(), scale, 3)], Codes(A, scale, -4), attrs).prove(tmp_path, platform, runtimes)
+
+
 @pytest.mark.parametrize("scale", [0.016811072826385498, 0.04053322598338127, 0.0161430686712265])
 def test_xnnpack_adds_the_zero_point_of_a_sigmoid_in_float32(tmp_path, scale):
     """A number just below the middle between two codes is rounded to it when 128 is subtracted."""

@@ -25,7 +25,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def libm(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return exp, log, tanh or erfc of float32, element by element: for tables, not for tensors of a network.
+    """Return exp, expm1, log, tanh or erfc of float32, element by element: for tables, not for tensors of a network.
 
     Without a C library, return the float32 nearest to the true result: the library's differs by one unit at most.
     """

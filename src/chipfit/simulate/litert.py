@@ -262,7 +262,7 @@ def _mul(c: KernelCall, how: str) -> None:
     real = c.multiplier(c.x, c.second)
     near = 2.0**-16 <= real < 256
     if near and how == "float" and c.x == c.second:  # XNNPACK squares by a table
-        return _table(c, lambda x, node: x * x, how="float")
+        return table(c, lambda x, node: x * x, how="float")
     c.write_result(_scaled(c.centred() * c.centred(c.second), real, how if near else "away"))
 
 
@@ -345,7 +345,7 @@ def _l2_norm(c: KernelCall) -> None:
     c.write_result(scale_by(q, m, e + 7, "away"))
 
 
-def _table(
+def table(
     c: KernelCall, f: Callable[[Tensor, Node], Tensor] | None = None, wide: Any = None, how: str = "away"
 ) -> None:
     """Look up a table over all integers: y = round(f(s (q - z)) / s_y) + z_y, computed in float32.
@@ -393,7 +393,7 @@ def _sigmoid(x: Tensor, node: Node) -> Tensor:
 
 def _elu(x: Tensor, node: Node) -> Tensor:
     """Return the function, each step rounded to float32."""
-    return torch.where(x < 0, libm("exp", x) - 1.0, x)
+    return torch.where(x < 0, libm("expm1", x), x)
 
 
 def _gelu(x: Tensor, node: Node) -> Tensor:
@@ -642,14 +642,14 @@ def _quantize_xnnpack(run: Simulation, name: str, x: Tensor) -> Tensor:
 _FUNCTIONS: dict[str, Callable[..., None]] = {
     "sub": partial(_add, sign=-1),
     "sub_xnnpack": partial(_add_xnnpack, sign=-1),
-    "sigmoid": partial(_table, f=_sigmoid, wide=tables16.sigmoid),
-    "sigmoid_optimized": partial(_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
-    "sigmoid_xnnpack": partial(_table, f=lambda x, node: torch.sigmoid(x.double()).float(), how="float"),
-    "tanh": partial(_table, wide=tables16.tanh),
-    "tanh_optimized": partial(_table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
-    "tanh_xnnpack": partial(_table, how="float"),
-    "elu": partial(_table, f=_elu),
-    "gelu": partial(_table, f=_gelu),
+    "sigmoid": partial(table, f=_sigmoid, wide=tables16.sigmoid),
+    "sigmoid_optimized": partial(table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
+    "sigmoid_xnnpack": partial(table, f=lambda x, node: torch.sigmoid(x.double()).float(), how="float"),
+    "tanh": partial(table, wide=tables16.tanh),
+    "tanh_optimized": partial(table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
+    "tanh_xnnpack": partial(table, how="float"),
+    "elu": partial(table, f=_elu),
+    "gelu": partial(table, f=_gelu),
     "softmax": partial(softmax, rows=rows_in_fixed_point),
     "softmax_optimized": partial(softmax, rows=_rows_optimized),
     "log_softmax": partial(softmax, rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
@@ -661,7 +661,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     *(
         prelu,
         _lookup,
-        _table,
+        table,
         _hard_swish,
         _abs,
         _rsqrt,

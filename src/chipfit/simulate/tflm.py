@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from chipfit.graph.ir import Node
 from chipfit.operators.table import by_name, read_column, resolve
 from chipfit.registry import lookup, register
 from chipfit.simulate import gemmlowp, recurrent
 from chipfit.simulate.integer import CellFunction, Kernel, KernelCall, Profile, accumulate, kernel_of
-from chipfit.simulate.litert import prelu, rows_in_fixed_point, softmax
+from chipfit.simulate.libm import libm
+from chipfit.simulate.litert import prelu, rows_in_fixed_point, softmax, table
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away
 
 Tensor = torch.Tensor
@@ -44,6 +46,11 @@ def _relu6(c: KernelCall) -> None:
     c.run.store(c.out, c.code().long().clamp(zero, six))
 
 
+def _elu(x: Tensor, node: Node) -> Tensor:
+    """Return the function, each step rounded to float32: of small numbers, exp(x) - 1 keeps fewer bits than expm1(x)."""
+    return torch.where(x < 0, libm("exp", x) - 1.0, x)
+
+
 def _curve(c: KernelCall, function: Callable[[Tensor, int], Tensor], bits: int) -> None:
     """Compute an activation curve of 8-bit integers in fixed point with 4 integer bits; beyond 15 it is constant.
 
@@ -62,6 +69,7 @@ def _curve(c: KernelCall, function: Callable[[Tensor, int], Tensor], bits: int) 
 
 
 _FUNCTIONS: dict[str, Callable[..., None]] = {
+    "elu": partial(table, f=_elu),
     "prelu": partial(prelu, kind=torch.float64),
     "softmax": partial(softmax, rows=rows_in_fixed_point, kind=torch.float32),
     "sigmoid": partial(_curve, function=gemmlowp.logistic, bits=8),

@@ -64,4 +64,4 @@ def test_another_backend_reads_trains_exports_and_saves(backend, tmp_path):
 @pytest.mark.parametrize("backend", OTHERS)
 def test_everything_holds_on_every_backend(backend, marked, tmp_path):
     save(tmp_path, CASES)
-    run_tests(backend, [str(HERE)], marked, tmp_path, 1800)
+    run_tests(backend, [str(HERE)], marked, tmp_path, 3600)
