@@ -135,6 +135,13 @@ def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
 # ---------------------------------------------------------------- what is refused, and how
 
 
+def test_a_layer_that_keras_has_quantized_is_refused_by_name():
+    model = keras_sequential((8,), layers.Dense(4, name="first"))
+    model.quantize("int8")
+    with pytest.raises(CaptureError, match="'first' has been quantized by Keras. Got: int8"):
+        capture(model)
+
+
 def test_a_layer_that_works_channels_first_is_refused_by_name():
     model = keras_sequential((3, 8, 8), layers.Conv2D(4, 3, data_format="channels_first", name="first"))
     with pytest.raises(CaptureError, match="'first' works channels-first.*channels_last"):

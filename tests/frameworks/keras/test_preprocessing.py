@@ -79,6 +79,10 @@ CATEGORIES = {
     "multi_hot": (lambda x: layers.CategoryEncoding(5, "multi_hot")(x), "int32"),
     "count": (lambda x: layers.CategoryEncoding(5, "count")(x), "int32"),
     "bins": (lambda x: layers.Flatten()(layers.Discretization([-1.0, 0.2, 1.0], output_mode="one_hot")(x)), "float32"),
+    "rows of bins": (
+        lambda x: layers.Flatten()(layers.Embedding(4, 3)(layers.Discretization([-1.0, 0.2, 1.0])(x))),
+        "float32",
+    ),
 }
 
 

@@ -146,6 +146,9 @@ def _check_model(model: Any) -> None:
         if getattr(x, "stateful", False) is True:
             hint = "build it with stateful=False; chipfit.streaming makes a network of one step of it, states as inputs"
             raise CaptureError(f"Layer '{x.name}' keeps its states from call to call", got="stateful=True", hint=hint)
+        if mode := getattr(x, "quantization_mode", None):
+            hint = "give the float model, as it was before `model.quantize`"
+            raise CaptureError(f"Layer '{x.name}' has been quantized by Keras", got=mode, hint=hint)
 
 
 def _in_float32(model: Any, example: Any = None) -> tuple[Any, str]:
