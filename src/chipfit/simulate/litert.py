@@ -262,7 +262,7 @@ def _mul(c: KernelCall, how: str) -> None:
     real = c.multiplier(c.x, c.second)
     near = 2.0**-16 <= real < 256
     if near and how == "float" and c.x == c.second:  # XNNPACK squares by a table
-        return table(c, lambda x, node: x * x, how="float")
+        return apply_table(c, lambda x, node: x * x, how="float")
     c.write_result(_scaled(c.centred() * c.centred(c.second), real, how if near else "away"))
 
 
@@ -345,7 +345,7 @@ def _l2_norm(c: KernelCall) -> None:
     c.write_result(scale_by(q, m, e + 7, "away"))
 
 
-def table(
+def apply_table(
     c: KernelCall, f: Callable[[Tensor, Node], Tensor] | None = None, wide: Any = None, how: str = "away"
 ) -> None:
     """Look up a table over all integers: y = round(f(s (q - z)) / s_y) + z_y, computed in float32.
@@ -642,14 +642,15 @@ def _quantize_xnnpack(run: Simulation, name: str, x: Tensor) -> Tensor:
 _FUNCTIONS: dict[str, Callable[..., None]] = {
     "sub": partial(_add, sign=-1),
     "sub_xnnpack": partial(_add_xnnpack, sign=-1),
-    "sigmoid": partial(table, f=_sigmoid, wide=tables16.sigmoid),
-    "sigmoid_optimized": partial(table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
-    "sigmoid_xnnpack": partial(table, f=lambda x, node: torch.sigmoid(x.double()).float(), how="float"),
-    "tanh": partial(table, wide=tables16.tanh),
-    "tanh_optimized": partial(table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
-    "tanh_xnnpack": partial(table, how="float"),
-    "elu": partial(table, f=_elu),
-    "gelu": partial(table, f=_gelu),
+    "sigmoid": partial(apply_table, f=_sigmoid, wide=tables16.sigmoid),
+    "sigmoid_optimized": partial(apply_table, f=_sigmoid, wide=_curve(tables16.sigmoid, gemmlowp.logistic, (0,))),
+    "sigmoid_xnnpack": partial(apply_table, f=lambda x, node: torch.sigmoid(x.double()).float(), how="float"),
+    "tanh": partial(apply_table, wide=tables16.tanh),
+    "tanh_optimized": partial(apply_table, wide=_curve(tables16.tanh, gemmlowp.tanh, (0, 1))),
+    "tanh_xnnpack": partial(apply_table, how="float"),
+    "table": partial(apply_table),
+    "elu": partial(apply_table, f=_elu),
+    "gelu": partial(apply_table, f=_gelu),
     "softmax": partial(softmax, rows=rows_in_fixed_point),
     "softmax_optimized": partial(softmax, rows=_rows_optimized),
     "log_softmax": partial(softmax, rows=lambda q, s, _: gemmlowp.log_softmax(q - q.amax(-1, keepdim=True), s)),
@@ -658,18 +659,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
     "resize_xnnpack": partial(_resize, lines=source_positions_xnnpack, one=2048),
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
-    *(
-        prelu,
-        _lookup,
-        table,
-        _hard_swish,
-        _abs,
-        _rsqrt,
-        _l2_norm,
-        _requantize,
-        _requantize_optimized,
-        _requantize_xnnpack,
-    ),
+    *(prelu, _lookup, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
     *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _lookup, _rows, _copied),
 )
 _FUNCTIONS |= recurrent.FUNCTIONS["litert"]

@@ -19,7 +19,7 @@ from chipfit.registry import lookup, register
 from chipfit.simulate import gemmlowp, recurrent
 from chipfit.simulate.integer import CellFunction, Kernel, KernelCall, Profile, accumulate, kernel_of
 from chipfit.simulate.libm import libm
-from chipfit.simulate.litert import prelu, rows_in_fixed_point, softmax, table
+from chipfit.simulate.litert import apply_table, prelu, rows_in_fixed_point, softmax
 from chipfit.simulate.requantize import fixed_point, multiplier_and_shift, scale_by, shift_away
 
 Tensor = torch.Tensor
@@ -47,7 +47,7 @@ def _relu6(c: KernelCall) -> None:
 
 
 def _elu(x: Tensor, node: Node) -> Tensor:
-    """Return the function, each step rounded to float32: of small numbers, exp(x) - 1 keeps fewer bits than expm1(x)."""
+    """Return the function, each step rounded to float32: exp(x) - 1 keeps fewer bits of small numbers than expm1(x)."""
     return torch.where(x < 0, libm("exp", x) - 1.0, x)
 
 
@@ -69,7 +69,7 @@ def _curve(c: KernelCall, function: Callable[[Tensor, int], Tensor], bits: int) 
 
 
 _FUNCTIONS: dict[str, Callable[..., None]] = {
-    "elu": partial(table, f=_elu),
+    "elu": partial(apply_table, f=_elu),
     "prelu": partial(prelu, kind=torch.float64),
     "softmax": partial(softmax, rows=rows_in_fixed_point, kind=torch.float32),
     "sigmoid": partial(_curve, function=gemmlowp.logistic, bits=8),

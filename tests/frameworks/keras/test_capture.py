@@ -137,7 +137,7 @@ def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
 
 def test_a_layer_that_keras_has_quantized_is_refused_by_name():
     model = keras_sequential((8,), layers.Dense(4, name="first"))
-    model.quantize("int8")
+    model.layers[-1].quantize("int8")
     with pytest.raises(CaptureError, match="'first' has been quantized by Keras. Got: int8"):
         capture(model)
 
