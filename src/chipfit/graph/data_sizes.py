@@ -1,16 +1,21 @@
 """Values whose sizes depend on data, as the list of boxes that non-maximum suppression keeps."""
 
-from chipfit.graph.ir import Graph
-from chipfit.operators.table import SIZED_BY_DATA
+from chipfit.graph.ir import Graph, Node
+from chipfit.operators.table import SIZED_BY_DATA, SIZED_BY_MASK
 
 
 def sized_by_data(graph: Graph) -> set[str]:
     """Return the results of operators that choose their size by data, and all values behind them."""
     found = set[str]()
     for n in graph.nodes:
-        if n.called in SIZED_BY_DATA or not found.isdisjoint(i for i in n.inputs if i):
+        if _chooses_size(graph, n) or not found.isdisjoint(i for i in n.inputs if i):
             found.update(n.outputs)
     return found
+
+
+def _chooses_size(graph: Graph, n: Node) -> bool:
+    masked = any(i in graph.values and graph.values[i].dtype == "bool" for i in n.inputs)
+    return n.called in SIZED_BY_DATA or (n.called in SIZED_BY_MASK and masked)
 
 
 def with_comparable_outputs(graph: Graph) -> Graph:

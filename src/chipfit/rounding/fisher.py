@@ -17,6 +17,7 @@ from torch import Tensor
 from chipfit.calibration.collect import TensorStats, valid_tokens
 from chipfit.calibration.data import Batch, Whole
 from chipfit.engine.run import run
+from chipfit.graph.data_sizes import with_comparable_outputs
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.linear import is_linear, places
 from chipfit.graph.placement import inputs_on, on_cpu, placed
@@ -53,7 +54,9 @@ def gradients(
         consumers: further values -> functions of the value and its gradient, called as soon as it is known. Neither
             outlives the call, so that memory need not hold the gradients of all values at once.
     """
-    there, batch = placed(graph) if there is None else there, inputs_on(graph.device, batch)
+    graph = with_comparable_outputs(graph)  # lists whose length depends on data have gradients of little use, or none
+    there = placed(graph) if there is None else with_comparable_outputs(there)
+    batch = inputs_on(graph.device, batch)
     kept, slopes, consumers = dict[str, Tensor](), dict[str, Tensor](), consumers or {}
 
     def arrive(name: str, slope: Tensor) -> Tensor:
