@@ -86,8 +86,11 @@ def check(model: Any) -> None:
     adapter_of(framework_of(model)).check(model)
 
 
-def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
+def capture(model: Any, args: Any = (), kwargs: Any = None, others: Sequence[Any] = ()) -> Graph:
     """Read a model of any framework into a Graph; see `Framework.capture`.
+
+    Args:
+        args: arguments of a call, as a tuple or list; a single one may stand by itself.
 
     Examples:
         >>> import chipfit, torch
@@ -98,6 +101,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     from chipfit.engine.process import TRACING
 
     framework = adapter_of(framework_of(model))
+    args = args if isinstance(args, (tuple, list)) else (args,)
     with TRACING:
         return framework.capture(framework.opened(model), args, kwargs, others)
 

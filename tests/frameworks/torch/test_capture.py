@@ -42,6 +42,10 @@ def test_a_model_that_fails_by_itself_is_reported_as_that():
         capture(MODEL, (torch.randn(2, 5, 8, 8),))
 
 
+def test_a_single_argument_may_stand_by_itself():
+    assert [n.op for n in chipfit.capture(MODEL, X).nodes] == ["Conv2D", "Relu"]
+
+
 def test_a_class_is_not_a_model():
     with pytest.raises(CaptureError, match="instance"):
         quantized(nn.Linear, X)
