@@ -1,5 +1,7 @@
 """ONNX Runtime's functions and kernels against ONNX Runtime: every bit, every code, ties, shapes that tell axes."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -7,9 +9,11 @@ import torch
 from onnx import TensorProto, helper
 
 from chipfit.operators.table import OPS
+from chipfit.plan.record import NodePlan
 from chipfit.registry import lookup
+from chipfit.simulate.integer import float_results
 from chipfit.simulate.onnxruntime import absorbed_bounds, logistic, softmax
-from tests.build import node, stored
+from tests.build import graph_of, node, plan_of, stored
 from tests.simulate.one_operator import Codes, drawn, every, one, pairs
 
 
@@ -46,6 +50,23 @@ def test_the_logistic_function():
 def test_an_activation_is_left_out_of_the_file_where_the_integers_end_no_later(act, zero, absorbed):
     clip = node("y = Relu(x)" if act is None else "y = Clamp(x)", act)
     assert absorbed_bounds(clip, stored(0.01, zero)) == ((-128, 127) if absorbed else None)
+
+
+@pytest.mark.parametrize(
+    "op, data, result, fused",
+    [
+        ("MatMul", False, False, True),
+        ("MatMul", False, True, False),  # quantizers of other tools choose a type for each tensor
+        ("MatMul", True, True, False),  # on ARM only
+        ("Add", True, True, True),
+        ("Add", True, False, False),
+    ],
+)
+def test_the_optimiser_gives_integer_kernels_to_operators_whose_ends_have_one_type(op, data, result, fused):
+    graph, stored_ = graph_of(f"y = {op}(x, x)"), {"x": stored(signed=data), "y": stored(signed=result)}
+    name = graph.nodes[0].name
+    plan = replace(plan_of(**stored_), nodes={name: NodePlan(name=name, op=op, exec="float")})
+    assert float_results(graph, plan, lookup("kernels", "onnxruntime")) == (set() if fused else {"y"})
 
 
 def test_softmax():

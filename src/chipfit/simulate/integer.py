@@ -75,8 +75,8 @@ class Profile:
     supported_math: Collection[str] = ()
     max_bits: int = 64  #: of integers that the kernels compute with; wider ones are computed in float
     float_biases: bool = False  #: kernels add biases that are not quantized
-    #: operators in float that the runtime gives to their integer kernels where all that they read and make is quantized
-    fused_in_float: Collection[str] = ()
+    #: whether the runtime gives an operator in float that reads and makes quantized values only to its integer kernel
+    fused_in_float: Callable[[Node, Plan], bool] = lambda _node, _plan: False
 
 
 @dataclass
@@ -448,7 +448,7 @@ def _kernel(
     if decided is None or out is None or out.grid.table is not None:
         return None
     reads_floats = any((i, n.name) in plan.float_edges for n in group for i in n.inputs)
-    if decided.exec == "float" and (reads_floats or head.op not in profile.fused_in_float):
+    if decided.exec == "float" and (reads_floats or not profile.fused_in_float(head, plan)):
         return None
     made = {o for n in group for o in n.outputs}
     if plan.before_rounding(made):

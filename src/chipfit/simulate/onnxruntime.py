@@ -10,6 +10,7 @@ import torch
 from chipfit.engine.kernels import execute
 from chipfit.graph.ir import Node
 from chipfit.operators.table import OPS, by_name, read_column, resolve
+from chipfit.plan.record import Plan
 from chipfit.quantizers.dynamic import dynamic_codes
 from chipfit.quantizers.stored import Stored
 from chipfit.registry import register
@@ -252,6 +253,17 @@ def _enter_cell(op: str, name: CellFunction, pass_through: CellFunction | None =
         _PASS_THROUGH[op] = kernel_of(resolve(pass_through, _FUNCTIONS))
 
 
+def _fused_in_float(node: Node, plan: Plan) -> bool:
+    """Return whether the optimiser finds an integer kernel: data and result have one type of integers.
+
+    Products of signed data have one on ARM processors only. Softmax is written so that none is found.
+    """
+    ends = (plan.tensors.get(v or "") for v in (*node.inputs, node.output))
+    signs = {t.grid.signed for t in ends if t is not None and t.role == "activation" and t.grid is not None}
+    product = node.facts.kind != "" or node.op == "MatMul"
+    return node.op in _KERNELS.keys() - {"Softmax"} and len(signs) < 2 and not (product and True in signs)
+
+
 read_column("onnxruntime", _enter_cell, _KERNELS, _PASS_THROUGH)
 register("kernels", "onnxruntime")(
     Profile(
@@ -263,6 +275,6 @@ register("kernels", "onnxruntime")(
         clip=absorbed_bounds,
         quantize=lambda run, name, x: run.stored(name).quantize(x),
         max_bits=8,
-        fused_in_float=_KERNELS.keys() - {"Softmax"},  # which is written so that it is not
+        fused_in_float=_fused_in_float,
     )
 )
