@@ -62,7 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def seed() -> None:
     """Seed every generator: Keras draws the seeds of its own from Python's."""
-    torch.manual_seed(0)
+    if accelerators.chosen.device == accelerators.CPU:
+        torch.default_generator.manual_seed(0)  # the function of torch formats a traceback for each kind of accelerator
+    else:
+        torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
 
