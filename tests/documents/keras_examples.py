@@ -1,4 +1,4 @@
-"""The documents' examples on TensorFlow: `test_keras_examples.py` runs this file in a process with that backend."""
+"""The documents' examples, which `frameworks/keras/test_backends.py` runs in a process with TensorFlow's backend."""
 
 import keras
 import numpy as np

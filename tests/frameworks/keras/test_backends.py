@@ -25,6 +25,8 @@ SELECTION = (
     "test_training_limits.py::test_keras_training_ends_where_a_number_is_none[from a file]",
     "test_whole.py::test_the_file_computes_the_simulated_integers",
 )
+#: examples of documents 000 and 002 with layers and functions of a backend
+EXAMPLES = {"tensorflow": [str(HERE.parents[1] / "documents/keras_examples.py")]}
 
 
 def save(folder, cases):
@@ -55,7 +57,8 @@ one_backend = pytest.mark.skipif("CHIPFIT_ONE_BACKEND" in os.environ, reason="th
 @pytest.mark.parametrize("backend", OTHERS)
 def test_another_backend_reads_trains_exports_and_saves(backend, tmp_path):
     save(tmp_path, ["ste"])
-    run_tests(backend, [str(HERE / test) for test in SELECTION], "not slow", tmp_path, 1200)
+    tests = [*(str(HERE / test) for test in SELECTION), *EXAMPLES.get(backend, ())]
+    run_tests(backend, tests, "not slow", tmp_path, 1200)
 
 
 @one_backend
