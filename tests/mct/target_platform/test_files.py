@@ -67,7 +67,7 @@ def test_missing_and_wrong_capabilities_files_are_named(tmp_path):
         export_target_platform_capabilities(tpc, tmp_path / "chip.txt")
 
 
-def test_the_command_line_converts_between_both(tmp_path, monkeypatch):
+def test_the_command_line_converts_between_both(tmp_path, monkeypatch, drop_ins):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mychips.py").write_text(
         "from chipfit.target_platform import get_target_platform_capabilities\n"
