@@ -33,9 +33,18 @@ ENDS = {
         count = Slice (s, start, one)
         sizes = Concat <axis = 0> (count, twice)
         y = Reshape (some, sizes)""",
+    "rows that a mask selects": """
+        flags = Reshape (high, all)
+        list = Reshape (corners, rows_of_four)
+        some = Compress <axis = 0> (list, flags)
+        y = Identity (some)""",
+    "distinct scores": """
+        rounded = Round (scores)
+        some = Unique (rounded)
+        y = Unsqueeze (some, one)""",
 }
 NUMBERS = {"zero": 0, "start": [0], "one": [1], "two": [2], "all": [-1], "axis": [0], "most": [50], "pairs": [-1, 2]}
-NUMBERS |= {"ends": [0, 2], "twice": [2, 2], "many": [30]}
+NUMBERS |= {"rows_of_four": [-1, 4], "ends": [0, 2], "twice": [2, 2], "many": [30]}
 
 
 def network(end: str, batch: str) -> onnx.ModelProto:
