@@ -202,7 +202,7 @@ def unforeseen(e: ChipfitError) -> str:
     at: BaseException = e
     while (cause := at.__cause__ or at.__context__) is not None:
         place = _ours(at)
-        if not isinstance(cause, (ChipfitError, Unrecordable)):  # of which the second one is behind the first
+        if not isinstance(cause, (ChipfitError, Unreadable, Unrecordable)):  # the latter two never leave chipfit
             foreign = place in FOREIGN and raised_outside_chipfit(cause)
             if not foreign and not isinstance(cause, FORESEEN.get(place, ())):
                 return (

@@ -101,6 +101,14 @@ def test_attributes_beyond_all_bounds_are_refused(kind, attributes, opset, messa
     refused(model([node(kind, ["x"], **attributes)], shape=("n", 1, 2, 2), opset=opset), message, IMAGE)
 
 
+def test_an_error_tells_where_in_the_reader_it_arose_and_holds_no_weights():
+    with pytest.raises(CaptureError, match="'Softmax' is malformed") as refused:
+        quantize(model([node("Softmax", ["x"], axis=1.5)]), [torch.ones(2, 4)], progress=False)
+    assert refused.traceback[-1].path.name == "translate.py"
+    inner = [entry.frame.f_locals for entry in refused.traceback if entry.path.parent.name == "onnx"]
+    assert inner and not any(f for f in inner[-3:])
+
+
 def test_attention_without_heads_is_refused():
     whole = model([node("Attention", ["x"] * 3, q_num_heads=0, kv_num_heads=1)], shape=("n", 3, 4), opset=23)
     refused(whole, "q_num_heads.*Got: 0", torch.ones(2, 3, 4))

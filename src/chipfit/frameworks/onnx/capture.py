@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from traceback import clear_frames
 from typing import Any
 
 import onnx_ir as ir
@@ -58,8 +59,7 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
         except CaptureError as e:
             if e.what == TOO_MANY_STEPS:
                 raise
-            tried = e.with_traceback(None)  # whose frames hold weights
-            why = e.what
+            tried, why = _without_locals(e), e.what
         if why:
             graph, found = _of_one_batch(model, inputs, shapes, order, fixed, tried)
     if found is not None:
@@ -74,6 +74,15 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
     if types := _other_floats(model):
         graph.notes.append(f"warning: the model computes in {types}; it was read, and is simulated, in float32")
     return graph
+
+
+def _without_locals(e: CaptureError) -> CaptureError:
+    """Return a caught error after clearing the frames below the caller, of itself and its causes: they hold weights."""
+    at: BaseException | None = e.with_traceback(e.__traceback__.tb_next if e.__traceback__ else None)
+    while at is not None:
+        clear_frames(at.__traceback__)
+        at = at.__cause__ or at.__context__
+    return e
 
 
 def _with_samples_on_axis_1(
@@ -120,7 +129,7 @@ def _of_one_batch(
         try:
             return _compared(model, given, _variants(sizes, False), order, 0)
         except CaptureError as e:
-            failed = failed or _of_fixed_batch(tried, e.with_traceback(None), given, fixed)
+            failed = failed or _of_fixed_batch(tried, _without_locals(e), given, fixed)
     assert failed is not None, "one way is tried at least"
     raise failed
 
