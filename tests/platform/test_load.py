@@ -268,6 +268,7 @@ def test_near_names_are_looked_for_among_names_of_any_type():
         (b"name: !!python/name:os.system x", "not valid YAML"),
         (b"name: x\nformats: {a: {bits: .nan}}", "a.bits"),
         (b"name: x\nformats: {a: {bits: 8, scale_min: .nan}}", "scale_min"),
+        (b"name: x\nmath: {act_table: {kind: pwl, segments: .nan}}", "segments"),
         (b"name: x\nformats: {a: {bits: 8, grid: .inf}}", "grid"),
         (b"name: x\nformats: {a: {bits: 17, kind: log}}", "at most 16 bits"),
         (b"name: x\nformats: {a: {bits: 17, kind: lut}}", "at most 16 bits"),

@@ -9,7 +9,16 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NotRequired, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator, with_config
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+    with_config,
+)
 from typing_extensions import TypedDict
 
 from chipfit.platform.filters import Member, has_nan
@@ -502,7 +511,7 @@ class Math(_Record):
     kernels: str | None = Field(None, description="kernels that the simulator mirrors, by name in chipfit.simulate")
     requant: Requant | None = None
     acc: tuple[Accumulator, ...] = Field((), description="accumulators, innermost first")
-    act_table: dict[str, Any] | None = None
+    act_table: dict[str, str | int | FiniteFloat] | None = None
     note: str = ""
 
 
