@@ -17,7 +17,8 @@ from torch import nn
 
 import chipfit
 from chipfit import files
-from chipfit.errors import ConfigError, ExportError, ModelingError, PlanError, RuntimeUnavailable
+from chipfit.cli.inputs import load_data
+from chipfit.errors import ChipfitError, ConfigError, ExportError, ModelingError, PlanError, RuntimeUnavailable
 from chipfit.files import MANIFEST, current_folder, read_text, replace_folder, write_atomically
 from chipfit.platform.save import export_platform
 from chipfit.target_platform import export_target_platform_capabilities
@@ -287,6 +288,20 @@ def test_a_limit_on_the_size_of_files_is_met_while_writing(result, tmp_path):
 def test_a_path_that_no_disk_takes_is_refused(result, tmp_path, name, words):
     (tmp_path / "file").write_text("")
     refusal(ExportError, words, result.export, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["9" * 300, "9" * 5000, "a\0b"], ids=["too long", "far too long", "with a null"])
+def test_a_path_that_cannot_exist_is_refused_where_it_is_read(name):
+    data = images(1)
+    for read in (
+        chipfit.load,
+        load_data,
+        lambda path: chipfit.compare(path, path),
+        lambda path: chipfit.verify_file(f"{path}.onnx", data),
+        lambda path: chipfit.quantize(f"{path}.onnx", data, progress=False),
+    ):
+        with pytest.raises(ChipfitError):
+            read(name)
 
 
 def test_a_folder_in_the_place_of_a_file_is_refused(result, tmp_path):

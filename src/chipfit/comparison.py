@@ -1,5 +1,6 @@
 """Two results, reports or quantized files beside each other."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,9 +83,10 @@ def _side_of(thing: Any) -> _Side:
         allowed = "a Result, a Report, a saved folder, a report in JSON, or a quantized file"
         raise ConfigError("`compare` does not accept an object of this type", got=type(thing).__name__, allowed=allowed)
     path = path_of(thing, PlanError)
-    if path.suffix == ".json" and not path.is_dir():
+    folder = os.path.isdir(path)  # False for a path that cannot exist
+    if path.suffix == ".json" and not folder:
         return _Side(Report.load(path))
-    if is_file(path) and not path.is_dir():
+    if is_file(path) and not folder:
         found, platform = read_quantized(path)
         return _Side(build(found.graph, found.plan, platform), found.plan, file_bytes=path.stat().st_size)
     return _saved(path)
@@ -92,7 +94,7 @@ def _side_of(thing: Any) -> _Side:
 
 def _saved(folder: Path) -> _Side:
     """Return a saved result with the report that was saved with it, which knows times and verification."""
-    plan = folder / "plan" if (folder / "plan").is_dir() else folder
+    plan = folder / "plan" if os.path.isdir(folder / "plan") else folder
     result = load(plan)
     report = plan / "report.json"
     known = Report.load(report) if report.is_file() else result.report

@@ -276,7 +276,8 @@ def _tensors(arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def _inside(folder: Path, suffix: str) -> list[Path]:
-    return sorted(islice(folder.glob(f"*{suffix}"), _MOST_FILES))
+    found = folder.glob(f"*{suffix}") if os.path.isdir(folder) else ()  # False for a name that is too long
+    return sorted(islice(found, _MOST_FILES))
 
 
 def _npy(files: Sequence[Path], sizes: Mapping[str, Sequence[int | None]]) -> list[torch.Tensor]:

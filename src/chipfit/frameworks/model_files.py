@@ -81,7 +81,7 @@ def _kind_of_placeholder(path: Path) -> _Kind | None:
     try:
         with path.open("rb") as file:
             start = file.read(64).lstrip().lower()
-    except OSError:
+    except (OSError, ValueError):  # the latter for a path with a null character
         return None
     if start.startswith(b"version https://git-lfs"):
         return _POINTER
@@ -89,7 +89,7 @@ def _kind_of_placeholder(path: Path) -> _Kind | None:
 
 
 def _kind_of(path: Path) -> _Kind | None:
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a path that cannot exist
         return _kind_of_folder(path)
     if (placeholder := _kind_of_placeholder(path)) is not None:
         return placeholder
