@@ -23,9 +23,10 @@ def with_comparable_outputs(graph: Graph) -> Graph:
 
     In place of outputs whose sizes depend on data, it has the float values from which these are computed.
     """
-    behind, made = sized_by_data(graph), graph.producers()
+    behind = sized_by_data(graph)
     if behind.isdisjoint(graph.outputs):
         return graph
+    made = graph.producers()
     read = [i for n in graph.nodes if not behind.isdisjoint(n.outputs) for i in n.inputs if i and i not in behind]
     found = [o for o in graph.outputs if o not in behind]
     while read:
