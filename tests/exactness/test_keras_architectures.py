@@ -32,7 +32,6 @@ ISLANDS = {
 }
 
 
-@pytest.mark.thinned(2)
 @pytest.mark.parametrize(
     ("name", "results"), [*((name, None) for name in sorted(ZOO)), *((name, "codes") for name in ISLANDS)]
 )

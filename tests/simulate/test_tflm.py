@@ -38,7 +38,7 @@ def scale(draw: random.Random, k: int, low: float, high: float) -> float:
 def test_every_code_of_a_function(tmp_path, op):
     draw = random.Random(op)
     to, zero, attrs = ROWS[op]
-    for k in range(2):
+    for k in range(4):
         s = scale(draw, k, -9, 2)
         result = to or s * draw.uniform(0.3, 3)
         x = ROW.reshape(16, 16) if op.endswith("max") else ROW
@@ -54,7 +54,7 @@ def test_relu6_is_written_in_the_operands_integers_whatever_the_results_scale(tm
 @pytest.mark.parametrize("op", ["Add", "Sub", "Mul"])
 def test_every_pair_of_codes(tmp_path, op):
     draw = random.Random(op)
-    for k in range(2):
+    for k in range(4):
         a, b = scale(draw, k, -8, 0), scale(draw, k, -8, 0)
         y = a * b * 150 if op == "Mul" else 2 * max(a, b)
         one(op, [Codes(A, a, 3), Codes(B, b, -7)], Codes(A, y, 5)).prove(tmp_path, runtimes=["tflm"])
@@ -63,7 +63,7 @@ def test_every_pair_of_codes(tmp_path, op):
 @pytest.mark.parametrize("channels", [False, True])
 def test_linear_layers_multiply_in_fixed_point(tmp_path, channels):
     draw = random.Random(0)
-    for k in range(2):
+    for k in range(4):
         w = [scale(draw, 1, -9, -5) for _ in range(64)] if channels else scale(draw, k, -9, -5)
         x = Codes(drawn(k, 512, 40), scale(draw, k, -8, 0), 9)
         b = scale_of_bias(x.scale, w)
@@ -77,7 +77,7 @@ def scale_of_bias(x: float, w: float | list[float]) -> float | list[float]:
 
 def test_every_code_of_a_slope_for_each_channel(tmp_path):
     slopes = Codes(drawn(7, 256), 0.0123, 11)
-    for k in range(2):
+    for k in range(4):
         s = scale(random.Random(k), k, -8, 0)
         one("PRelu", [Codes(ROW, s, -5), slopes], Codes(ROW, s * math.e / 3, 7)).prove(tmp_path, runtimes=["tflm"])
 

@@ -160,7 +160,7 @@ def classifier():
     return model_of(lambda i: layers.Dense(3)(layers.Flatten()(x(i))), (12, 4))
 
 
-def quantized_like(model, data, given, reference, tolerance=0.07):
+def quantized_like(model, data, given, reference, tolerance=0.05):
     """Check that the data calibrate, and that both models of the result take such arrays, of the data's range."""
     result = chipfit.quantize(model, data, "tflite_int8", progress=False)
     for made in (result.model, result.device_model):
@@ -214,7 +214,7 @@ def test_a_program_of_another_policy_quantizes_its_models(policy, floatx, make):
     with in_float32():  # restores both
         keras.config.set_floatx(floatx)
         keras.config.set_dtype_policy(policy)
-        keras.utils.set_random_seed(0)
+        keras.utils.set_random_seed(1)
         model, x = make(), series(32).astype(floatx)
         reference = ops.convert_to_numpy(ops.cast(model(x[:4]), "float32"))
         result = quantized_like(model, x, x[:4], reference)
