@@ -235,10 +235,13 @@ def test_the_only_array_is_the_only_input_whatever_its_name(tmp_path):
     assert [len(x) for x, _ in load_data(str(tmp_path / "d.npz"), names=["features"])] == [16, 4]
     with pytest.raises(DataError, match="has no inputs"):
         load_data(str(tmp_path / "d.npz"), names=["ids", "mask"])
-    np.savez(tmp_path / "d.npz", **{f"serving_default_{k}:0": np.full((20, 3), k == "b") for k in "ba"})
-    assert [x.any() for x in load_data(str(tmp_path / "d.npz"), names=["a", "b"])[0]] == [False, True]
+    for signature in ("serving_default", "add"):
+        np.savez(tmp_path / "d.npz", **{f"{signature}_{k}:0": np.full((20, 3), k == "b") for k in "ba"})
+        assert [x.any() for x in load_data(str(tmp_path / "d.npz"), names=["a", "b"])[0]] == [False, True]
     with pytest.raises(DataError, match="has no inputs"):
         load_data(str(tmp_path / "d.npz"), names=["features"])
+    np.savez(tmp_path / "d.npz", **{"b": np.ones((20, 3)), "a;a/Conv2D": np.zeros((20, 3))})  # tensors that it fused
+    assert [x.any() for x in load_data(str(tmp_path / "d.npz"), names=["a", "b"])[0]] == [False, True]
 
 
 def test_an_npy_gives_batches_of_one_input(tmp_path):

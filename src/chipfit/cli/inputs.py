@@ -257,12 +257,14 @@ def _chosen(arrays: Mapping[str, np.ndarray], names: Sequence[str]) -> tuple[dic
     They are those with the names of the inputs; one with a usual name; arrays without names; or the only one, whatever
     its name, of a model with one input.
     """
-    plain = {k.removeprefix("serving_default_").removesuffix(":0"): v for k, v in arrays.items()}
-    if not {*names} & {*arrays} and {*names} <= {*plain}:  # TensorFlow names the inputs of a signature in this way
-        arrays = plain
-    named = [n for n in names if n in arrays]
+    called = {k.partition(";")[0].removesuffix(":0"): v for k, v in arrays.items()}  # as TensorFlow names tensors
+    called.update(arrays)
+    signatures = {k[: -len(n) - 2] for n in names for k in arrays if k.endswith(f"_{n}:0")}
+    heads = ["", "serving_default_", *sorted(signatures)]
+    head = max(heads, key=lambda h: sum(h + n in called for n in names))
+    named = [n for n in names if head + n in called]
     if named:
-        return {n: arrays[n] for n in named}, named != list(names[: len(named)])
+        return {n: called[head + n] for n in named}, named != list(names[: len(named)])
     usual = [k for k in ("x", "inputs", "images", "data") if k in arrays][:1]
     places = sorted((k for k in arrays if k.startswith("arr_")), key=lambda k: (len(k), k))
     only = list(arrays) if len(arrays) == len(names) == 1 else []

@@ -114,6 +114,14 @@ def test_text_beside_operators_of_numbers_is_refused(k):
     refused(packed(table), f"Tensor '{'xy'[k]}' holds text")
 
 
+def test_scales_of_blocks_are_refused():
+    table = schema.ModelT.InitFromPackedBuf(file_of("ADD", ["x", np.ones(4, "f4")]), 0)
+    q = table.subgraphs[0].tensors[2].quantization = schema.QuantizationParametersT()
+    q.detailsType, q.details = schema.QuantizationDetails.BlockwiseQuantization, schema.BlockwiseQuantizationT()
+    q.details.blockSize = 32
+    refused(packed(table), "Tensor 'c' has a scale for each block of its numbers.*Got: 32")
+
+
 def test_a_negative_radius_is_refused():
     name, options = "LOCAL_RESPONSE_NORMALIZATION", {"LocalResponseNormalization": {"radius": -1}}
     refused(file_of(name, ["x"], (1, 2, 2, 1), **options), "radius of a normalization is negative.*Got: -1")

@@ -1,9 +1,12 @@
-"""Loops of `.tflite` files, as TensorFlow's converter writes recurrent layers, are read step by step."""
+"""Loops and composites of `.tflite` files, as converters write them, are read operator by operator."""
+
+import copy
 
 import numpy as np
 import pytest
 import torch
 from ai_edge_litert import schema_py_generated as schema
+from flatbuffers import flexbuffers
 
 from chipfit.errors import CaptureError
 from chipfit.frameworks.tflite.capture import capture
@@ -11,8 +14,10 @@ from chipfit.frameworks.tflite.model import TfliteModel
 from chipfit.frameworks.tflite.model import load as load_file
 from chipfit.frameworks.tflite.variables import packed
 from tests.build import quantized
+from tests.frameworks.tflite.test_checks import file_of
 from tests.frameworks.tflite.test_read import tensorflow_file
 
+OPTIONS = schema.BuiltinOptions2
 RNG = np.random.default_rng(0)
 W, U = (RNG.standard_normal(shape).astype(np.float32) for shape in ((3, 4), (4, 4)))
 STEPS = 5
@@ -88,6 +93,31 @@ def test_a_loop_of_unknown_length_is_refused(name, tmp_path):
     file = tensorflow_file(lambda x: UNKNOWN[name](tf, x), [1, 2, 3], tmp_path / "m.tflite")
     with pytest.raises(CaptureError, match="control flow WHILE has no reader.*fixed number of steps"):
         capture(load_file(file), [torch.zeros(1, 2, 3)])
+
+
+def composite_of(content):
+    """Return a file whose network is one composite: that of `content` is what it stands for."""
+    table = schema.ModelT.InitFromPackedBuf(content, 0)
+    body, op, code = table.subgraphs[0], schema.OperatorT(), schema.OperatorCodeT()
+    outer = copy.copy(body)
+    op.opcodeIndex, op.inputs, op.outputs = len(table.operatorCodes), body.inputs, body.outputs
+    op.builtinOptions2, op.builtinOptions2Type = schema.StableHLOCompositeOptionsT(), OPTIONS.StableHLOCompositeOptions
+    op.builtinOptions2.name, op.builtinOptions2.decompositionSubgraphIndex = b"odml.whole", 1
+    op.builtinOptions2.compositeAttributes = np.frombuffer(flexbuffers.Dumps({}), np.uint8)
+    code.builtinCode, code.deprecatedBuiltinCode, code.version = schema.BuiltinOperator.STABLEHLO_COMPOSITE, 127, 1
+    outer.operators, table.subgraphs = [op], [outer, body]
+    table.operatorCodes.append(code)
+    return packed(table)
+
+
+def test_a_composite_is_read_as_the_operators_that_it_stands_for():
+    content = composite_of(file_of("NEG", ["x"]))
+    graph = capture(TfliteModel(content), [torch.ones(1, 4)])
+    assert [n.op for n in graph.nodes] == ["Neg"] and graph.outputs == ["y"]
+    table = schema.ModelT.InitFromPackedBuf(content, 0)
+    table.subgraphs[0].operators[0].builtinOptions2.decompositionSubgraphIndex = 0
+    with pytest.raises(CaptureError, match="calls itself"):
+        TfliteModel(packed(table))
 
 
 def inside_itself(loop, graphs):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from ai_edge_litert import schema_py_generated as schema
 
 from chipfit.errors import CaptureError
 
@@ -118,7 +119,9 @@ def check_subgraphs(table: Any, where: str) -> None:
 
 
 def _options(op: Any) -> Iterable[tuple[str, Any]]:
-    return vars(op.builtinOptions).items() if op.builtinOptions is not None else ()
+    return (
+        item for table in (op.builtinOptions, op.builtinOptions2) if table is not None for item in vars(table).items()
+    )
 
 
 def check_tables(table: Any, kinds: Sequence[str], sizes: Sequence[int | None], where: str) -> None:
@@ -156,6 +159,8 @@ def _faults(t: Any, kind: str, size: int | None) -> Iterable[tuple[str, object, 
 
 
 def _scale_faults(q: Any, kind: str, dims: Sequence[int]) -> Iterable[tuple[str, object, str]]:
+    if q is not None and q.detailsType == schema.QuantizationDetails.BlockwiseQuantization:
+        yield "has a scale for each block of its numbers", q.details.blockSize, "one scale, or one of each channel"
     scales, zeros = np.array(_items(q and q.scale), np.float64), np.array(_items(q and q.zeroPoint), np.float64)
     if kind not in (*_CODES, "INT32", "INT64") or not scales.size:
         return

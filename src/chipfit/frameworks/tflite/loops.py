@@ -1,8 +1,9 @@
-"""Loops of a known number of steps, written out, as converters of Keras write recurrent layers."""
+"""Loops of a known number of steps and composites, written out, as converters of Keras and PyTorch write them."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,13 @@ _COUNTING: dict[int, Callable[..., Any]] = {
 
 
 def unroll_loops(table: Any) -> bool:
-    """Write the steps of all loops of a `ModelT` into its network; return whether it has loops, and all are known.
+    """Write loops and composites of a `ModelT` into its network; return whether it has any, and all are known.
 
     The table stays as it is where the number of steps of a loop depends on data, or is too large.
     """
     codes = [max(c.builtinCode, c.deprecatedBuiltinCode) for c in table.operatorCodes]
     graph = table.subgraphs[0]
-    if _OPERATOR.WHILE not in (codes[op.opcodeIndex] for op in graph.operators):
+    if not {_OPERATOR.WHILE, _OPERATOR.STABLEHLO_COMPOSITE} & {codes[op.opcodeIndex] for op in graph.operators}:
         return False
     try:
         out = _Unrolled(table, codes)
@@ -99,6 +100,8 @@ class _Unrolled:
             code = self.codes[op.opcodeIndex]
             if code == _OPERATOR.WHILE:
                 names |= zip(map(int, op.outputs), self._loop(op, inputs), strict=True)
+            elif code == _OPERATOR.STABLEHLO_COMPOSITE:
+                names |= self._decomposed(op, inputs, names)
             elif not self._is_counted(code, op, inputs, names) and not self._is_list(code, op, inputs, names):
                 self._copy(op, [self.whole(i) for i in inputs], names)
         return names
@@ -128,15 +131,29 @@ class _Unrolled:
             carried = [held[int(o)] for o in body.outputs]
         return carried
 
+    def _decomposed(self, op: Any, inputs: Sequence[int], names: Mapping[int, int]) -> dict[int, int]:
+        """Add the operators that a composite stands for; return the tensors of its results."""
+        body, made = self.table.subgraphs[op.builtinOptions2.decompositionSubgraphIndex], [int(o) for o in op.outputs]
+        results = {int(o): names[k] for o, k in zip(body.outputs, made, strict=True)}
+        held = self._inside(body, self._constants(body), inputs, made[0], results)
+        return {k: held[int(o)] for o, k in zip(body.outputs, made, strict=True)}
+
     def _constants(self, graph: Any) -> dict[int, int]:
         """Add the constants of a subgraph once for all steps."""
         made = {int(o) for op in graph.operators for o in op.outputs} | {int(i) for i in graph.inputs}
         return {k: self._tensor(t) for k, t in enumerate(graph.tensors) if k not in made}
 
-    def _inside(self, graph: Any, constants: Mapping[int, int], carried: Sequence[int], step: int) -> dict[int, int]:
+    def _inside(
+        self,
+        graph: Any,
+        constants: Mapping[int, int],
+        carried: Sequence[int],
+        step: int,
+        results: Mapping[int, int] = MappingProxyType({}),
+    ) -> dict[int, int]:
         names = {**constants, **dict(zip(map(int, graph.inputs), carried, strict=True))}
-        for op in graph.operators:
-            names |= {int(o): self._tensor(graph.tensors[o], f"_{step}") for o in op.outputs}
+        for o in (int(o) for op in graph.operators for o in op.outputs):
+            names[o] = results[o] if o in results else self._tensor(graph.tensors[o], f"_{step}")
         return self.add(graph, names)
 
     def _tensor(self, like: Any, mark: str = "") -> int:
