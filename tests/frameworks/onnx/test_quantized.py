@@ -175,6 +175,36 @@ def test_a_quantized_file_is_quantized_again_on_request_only(float_file, quantiz
     assert {"first.weight", "left.bias", "hidden.weight"} <= names
 
 
+CUTS = [(0.02, 0, ["Linear", "Relu", "Linear", "Sigmoid"]), (6 / 255, 0, ["Linear", "Relu6", "Linear", "Sigmoid"])]
+CUTS += [(0.02, 3, ["Linear", "Linear", "Sigmoid"])]
+
+
+@pytest.mark.parametrize("opset", [10, 17])
+@pytest.mark.parametrize("scale, zero, ops", CUTS)
+def test_a_relu_that_a_tool_folded_into_a_quantizer_is_a_relu_again(tmp_path, scale, zero, ops, opset):
+    draw = np.random.default_rng(0)
+    constants = {"s": np.float32(scale), "z": np.uint8(zero), "s1": np.float32(1 / 255), "z0": np.uint8(0)}
+    constants |= {w: draw.normal(size=(4, 4)).astype("f4") for w in ("v", "w")}
+    pairs = [("x", "s", "z"), ("a", "s", "z"), ("c", "s1", "z0")]
+    nodes = [helper.make_node("QuantizeLinear", [*p], [f"{p[0]}_q"]) for p in pairs]
+    nodes += [helper.make_node("DequantizeLinear", [f"{x}_q", *p], [f"{x}_f"]) for x, *p in pairs]
+    layers = (
+        ("MatMul", ["x_f", "v"], "a"),
+        ("MatMul", ["a_f", "w"], "b"),
+        ("Sigmoid", ["b"], "c"),
+        ("Neg", ["c_f"], "y"),
+    )
+    nodes += [helper.make_node(op, inputs, [y]) for op, inputs, y in [*layers, ("Neg", ["c_f"], "y")]]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 4]) for n in "xy"]
+    held = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
+    graph = helper.make_graph([nodes[k] for k in (0, 3, 6, 1, 4, 7, 8, 2, 5, 9)], "cut", ends[:1], ends[1:], held)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8), tmp_path / "q.onnx"
+    )
+    found = capture(chipfit.load_model(tmp_path / "q.onnx", requantize=True), (torch.randn(5, 4),))
+    assert [n.op for n in found.nodes if n.op != "Neg"] == ops
+
+
 @pytest.fixture(scope="module")
 def products(tmp_path_factory):
     """A file of two products with constants."""

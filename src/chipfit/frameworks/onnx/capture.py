@@ -13,7 +13,7 @@ from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, DataError, first_line
 from chipfit.frameworks.onnx.limits import TRAPPING, traps
 from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened, refuse_quantized
-from chipfit.frameworks.onnx.requantize import float_network
+from chipfit.frameworks.onnx.requantize import float_network, without_idle_clips
 from chipfit.frameworks.onnx.runtime import OnnxFunction, only_here, run_flat
 from chipfit.frameworks.onnx.translate import TOO_MANY_STEPS, translate
 from chipfit.frameworks.reading import mixes_samples
@@ -40,7 +40,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
         CaptureError: The model cannot be read, is quantized already, or the example does not fit it.
     """
     model = opened(model)
-    if model.requantize:
+    again = model.requantize
+    if again:
         model = float_network(model)
     refuse_quantized(model)
     inputs = _inputs(model, args, kwargs or {})
@@ -62,6 +63,8 @@ def capture(model: Any, args: Sequence[Any] = (), kwargs: Any = None, others: Se
             tried, why = _without_locals(e), e.what
         if why:
             graph, found = _of_one_batch(model, inputs, shapes, order, fixed, tried)
+    if again:
+        graph = without_idle_clips(graph)
     if found is not None:
         name, off = found
         if not isinstance(off, float):
