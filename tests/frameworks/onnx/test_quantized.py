@@ -406,6 +406,65 @@ def test_quantizers_of_training_tools_are_named_and_dropped_on_request(tmp_path,
     assert (result.model(x) - x @ torch.from_numpy(weight)).abs().max() < 0.1
 
 
+def rounded(x, scale, zero, low, high):
+    """Return what QONNX's quantizer computes, by its definition."""
+    return (np.clip(np.rint(x / scale + zero), low, high) - zero) * scale
+
+
+@pytest.mark.parametrize("way, opset", [("QONNX", 11), ("QONNX", 17), ("QCDQ", 17)])
+def test_quantizers_of_qonnx_and_clipped_ones_are_read(tmp_path, way, opset):
+    draw = np.random.default_rng(0)
+    x, v, w = (draw.normal(size=s).astype("f4") for s in ((6, 8), (8, 5), (5, 4)))
+    fine = np.array([[0.1, 0.2, 0.3, 0.4, 0.5]], "f4")
+    held = {"v": v, "w": w, "fine": fine, "s": np.float32(0.03), "half": np.float32(0.5), "z": np.float32(0)}
+    held |= {f"b{k}": np.float32(k) for k in (3, 4, 8)} | {"z5": np.float32(5)}
+    own = "qonnx.custom_op.general"
+    nodes = [
+        helper.make_node("Quant", ["x", "s", "z5", "b8"], ["x_f"], domain=own, signed=1, narrow=0),
+        helper.make_node("Quant", ["v", "fine", "z", "b3"], ["v_f"], domain=own, narrow=1, rounding_mode="ROUND"),
+        helper.make_node("MatMul", ["x_f", "v_f"], ["a"]),
+        helper.make_node("Quant", ["a", "half", "z", "b4"], ["a_f"], domain=own, signed=0, narrow=0),
+        helper.make_node("BipolarQuant", ["w", "half"], ["w_f"], domain=own),
+        helper.make_node("MatMul", ["a_f", "w_f"], ["y"]),
+    ]
+    if way == "QCDQ":
+        held = held | {"i3": np.int8(0), "low": np.int8(-3), "high": np.int8(3), "u0": np.uint8(0), "u15": np.uint8(15)}
+        held |= {"i5": np.int8(5), "i1": np.zeros(5, "i1"), "fine": fine[0], "low4": np.uint8(0)}
+        pair = ("QuantizeLinear", "Clip", "DequantizeLinear")
+        nodes = [
+            helper.make_node(pair[0], ["x", "s", "i5"], ["x_q"]),
+            helper.make_node(pair[2], ["x_q", "s", "i5"], ["x_f"]),
+            helper.make_node(pair[0], ["v", "fine", "i1"], ["v_q"], axis=1),
+            helper.make_node(pair[1], ["v_q", "low", "high"], ["v_c"]),
+            helper.make_node(pair[2], ["v_c", "fine", "i1"], ["v_f"], axis=1),
+            nodes[2],
+            helper.make_node(pair[0], ["a", "half", "u0"], ["a_q"]),
+            helper.make_node(pair[1], ["a_q", "u0", "u15"], ["a_c"]),
+            helper.make_node(pair[2], ["a_c", "half", "u0"], ["a_f"]),
+            helper.make_node(pair[2], ["w_i", "half"], ["w_f"]),
+            nodes[5],
+        ]
+        held["w_i"] = np.where(w >= 0, 1, -1).astype("i1")
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 8), ("y", 4))]
+    constants = [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
+    graph = helper.make_graph(nodes, "trained", ends[:1], ends[1:], constants)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(own, 2)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "trained.onnx")
+    v_f, signs = rounded(v, fine, 0, -3, 3), np.where(w >= 0, 0.5, -0.5)
+    want = rounded(rounded(x, 0.03, 5, -128, 127) @ v_f, 0.5, 0, 0, 15) @ signs
+    found = read_file(tmp_path / "trained.onnx")[0]
+    got = ort.InferenceSession(found.content).run(["y"], {"x": x})[0]
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    assert chipfit.verify_file(tmp_path / "trained.onnx", [torch.from_numpy(x)]).exact
+    graph.initializer[[*held].index("s")].CopyFrom(numpy_helper.from_array(np.float32(-1), "s"))
+    with pytest.raises(CaptureError, match="must be positive.*-1"):
+        read_quantized(chipfit.load_model(helper.make_model(graph, opset_imports=opsets, ir_version=8)), "ort_cpu")
+    again = capture(chipfit.load_model(tmp_path / "trained.onnx", requantize=True), (torch.from_numpy(x),))
+    np.testing.assert_allclose(
+        run(again, [torch.from_numpy(x)])[again.outputs[0]], np.maximum(x @ v_f, 0) @ signs, atol=1e-5
+    )
+
+
 def test_biases_that_a_tool_stores_once_keep_their_own_scales(tmp_path):
     """Two layers with the bias 0, whose integers are equal and whose scales are not."""
     torch.manual_seed(0)

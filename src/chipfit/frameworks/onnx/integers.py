@@ -56,8 +56,9 @@ def is_quantized(kind: str, domain: str) -> bool:
 def is_foreign(kind: str, domain: str) -> bool:
     """Return whether an operator is a quantizer of a training tool, which has no runtime."""
     words = ("quant", "perchannelaffine", "pertensoraffine", "learnedscale", "learnablescale")
+    computing = ("lstm", "gru", "rnn", "conv", "pool", "matmul", "gemm", "attention", "norm", "embed")
     own = isinstance(kind, str) and domain not in ("", "ai.onnx", "com.microsoft", "ai.onnx.ml")
-    return own and any(w in kind.lower() for w in words)
+    return own and any(w in kind.lower() for w in words) and not any(w in kind.lower() for w in computing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +252,7 @@ class Expansion:
             raise self.unread(n)
         elif any(i in self.codes for i in n.input):
             self._moved(n)
-        elif n.op_type in ("Cast", "Gather") and _scaled_constant(self, n):
+        elif (n.op_type in ("Cast", "Gather") and _scaled_constant(self, n)) or self._constant(n):
             pass
         else:
             self.nodes.append(n)
@@ -467,6 +468,21 @@ class Expansion:
                 self.out.runs[x] = "follow"
                 self.quantized(x, o, first)
 
+    def _constant(self, n: onnx.NodeProto) -> bool:
+        """Compute integers of a constant, such as a Clip behind its quantizer, if they are read as such alone."""
+        y, users = n.output[0], self.users.get(n.output[0], ())
+        read = bool(users) and all(u.op_type == "DequantizeLinear" or u.output[0] in self.foldable for u in users)
+        if not (read and y in self.foldable and n.input[0] in self.initialisers and len(n.output) == 1):
+            return False
+        to = next((a.i for a in n.attribute if n.op_type == "Cast" and a.name == "to"), 0)
+        kind = onnx.TensorProto.DataType.Name(to).lower() if to else self.kind(n.input[0])
+        array = self.array(y) if kind in ENDS else None
+        if array is None:
+            return False
+        self.arrays[y] = array.astype(np.int64)
+        self.initialisers[y] = helper.make_tensor(y, getattr(onnx.TensorProto, kind.upper()), [0], [])
+        return True
+
     def _clip(self, n: onnx.NodeProto) -> None:
         """Read a Clip of integers behind their quantizer, which makes the grid narrower."""
         x, own = n.input[0], self.codes[n.input[0]]
@@ -482,6 +498,8 @@ class Expansion:
 
     def _foreign(self, n: onnx.NodeProto) -> None:
         """Read the quantizer of a training tool as what it rounds."""
+        if n.input[0] in self.initialisers and self.kind(n.input[0]) != "float":
+            raise self.unread(n, f"its constant is stored as {self.kind(n.input[0])}")
         self.nodes.append(helper.make_node("Identity", [n.input[0]], [n.output[0]], name=n.name))
 
 

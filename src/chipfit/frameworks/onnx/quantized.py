@@ -34,6 +34,7 @@ from chipfit.frameworks.onnx.integers import (
     part_of,
 )
 from chipfit.frameworks.onnx.model import OnnxModel
+from chipfit.frameworks.onnx.training_tools import with_standard_quantizers
 from chipfit.frameworks.onnx.translate import Translator
 from chipfit.frameworks.quantized import QuantizedFile, original_of, stored_as, tie_moved
 from chipfit.graph.builder import Origin
@@ -65,7 +66,7 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
         CaptureError: Nothing in the file is quantized, its scales are malformed, ONNX Runtime refuses it, or an
             operator has no reader.
     """
-    source = model.proto()
+    source = with_standard_quantizers(model.proto(), model.where, runs=True)
     given = Expansion(source, model.where).run()
     if foreign := sorted({n.op_type for n in source.graph.node if is_foreign(n.op_type, n.domain)}):
         what = "The file has quantizers of a training tool, which ONNX Runtime does not run"

@@ -7,6 +7,7 @@ from onnx import helper, numpy_helper
 import chipfit.frameworks.onnx.fused_integers  # noqa: F401 -- registers readers
 from chipfit.frameworks.onnx.integers import ENDS, Expansion, QParams, plain
 from chipfit.frameworks.onnx.model import OnnxModel
+from chipfit.frameworks.onnx.training_tools import with_standard_quantizers
 from chipfit.graph.edit import replace_values
 from chipfit.graph.ir import Graph
 
@@ -23,7 +24,7 @@ def float_network(model: OnnxModel) -> OnnxModel:
     Raises:
         CaptureError: Its scales are malformed, or an operator of integers is not known.
     """
-    expansion = Expansion(model.proto(), model.where)
+    expansion = Expansion(with_standard_quantizers(model.proto(), model.where), model.where)
     form = expansion.run()
     proto, names = form.model, dict[str, str]()
     taken = {o for n in proto.graph.node for o in n.output} | {v.name for v in proto.graph.input}
