@@ -25,7 +25,7 @@ def dynamic_codes(ops: Any, x: Any, *, qmin: int, qmax: int, affine: bool, per: 
         affine: with a zero point; otherwise it is 0.
         per: what shares a range: the tensor, each of N samples, the channels (axis 1) of each pixel, each row of K
             elements, or each block of a row.
-        block: elements of a block, a divisor of K.
+        block: elements of a block; the last one of a row may have fewer.
 
     Source: ONNX DynamicQuantizeLinear-11; ONNX Runtime, MatMulNBits with accuracy_level 4.
     >>> import torch
@@ -34,7 +34,12 @@ def dynamic_codes(ops: Any, x: Any, *, qmin: int, qmax: int, affine: bool, per: 
     >>> q.tolist(), round(float(s), 3), float(z)
     ([[0.0, 50.0, 255.0]], 0.02, 50.0)
     """
-    parts = ops.reshape(x, (-1, x.shape[-1] // block, block)) if per == "block" else x
+    parts, count = x, x.shape[-1]
+    if per == "block":
+        block = min(block, count)
+        missing = x[..., : -count % block]
+        whole = ops.concatenate([x, ops.zeros_like(missing)], axis=-1) if -count % block else x
+        parts = ops.reshape(whole, (-1, whole.shape[-1] // block, block))
     axes = axes_of(per, len(x.shape))
     low, high = ops.amin(parts, axis=axes, keepdims=True), ops.amax(parts, axis=axes, keepdims=True)
     zeros = ops.zeros_like(high)
@@ -50,8 +55,8 @@ def dynamic_codes(ops: Any, x: Any, *, qmin: int, qmax: int, affine: bool, per: 
         s, z = top / (zeros + qmax), zeros
         q = ops.clip(ops.round(parts * ((zeros + qmax) / top)), qmin, qmax)
     if parts is not x:
-        shape = (-1, *x.shape[1:])
-        q, s, z = (ops.reshape(p + ops.zeros_like(parts), shape) for p in (q, s, z))
+        shape = (-1, *whole.shape[1:])
+        q, s, z = (ops.reshape(p + ops.zeros_like(parts), shape)[..., :count] for p in (q, s, z))
     return q, s, z
 
 

@@ -281,6 +281,22 @@ def test_rows_of_tables_of_integers_are_read(looked_up, way):
         assert chipfit.verify_file(looked_up, [torch.from_numpy(ROWS)]).exact
 
 
+@pytest.mark.parametrize("count, level", [(8, 4), (40, 0), (40, 4)])
+def test_rows_may_end_in_a_part_of_a_block(tmp_path, count, level):
+    draw, blocks = np.random.default_rng(0), -(-count // 16)
+    packed, scale = draw.integers(0, 256, (6, blocks, 8)).astype("u1"), draw.random((6, blocks)).astype("f4") + 0.1
+    fields = {"K": count, "N": 6, "bits": 4, "block_size": 16, "accuracy_level": level}
+    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **fields)
+    held = [numpy_helper.from_array(packed, "w"), numpy_helper.from_array(scale, "s")]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", count), ("y", 6))]
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "parts", ends[:1], ends[1:], held), opset_imports=opsets)
+    model.ir_version = 8
+    onnx.save(model, tmp_path / "parts.onnx")
+    found = chipfit.verify_file(tmp_path / "parts.onnx", [torch.randn(5, count)])
+    assert found.exact and [h.elements for h in found.held] == [6 * count]
+
+
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_zero_points_that_are_floats_are_named(products, tmp_path):
     tool = pytest.importorskip("onnxruntime.quantization.matmul_nbits_quantizer")
@@ -463,6 +479,24 @@ def test_quantizers_of_qonnx_and_clipped_ones_are_read(tmp_path, way, opset):
     np.testing.assert_allclose(
         run(again, [torch.from_numpy(x)])[again.outputs[0]], np.maximum(x @ v_f, 0) @ signs, atol=1e-5
     )
+
+
+def test_floats_of_8_bits_are_named_and_dropped_on_request(tmp_path):
+    """Steps of float8e4m3fn are 1/8 from 1 to 2 and 32 from 256 to 448, its greatest number; halves go to even."""
+    weight, kind = np.array([[1.0625, 300.0, 500.0]], "f4"), TensorProto.FLOAT8E4M3FN
+    held = [numpy_helper.from_array(np.asarray(a), k) for k, a in (("w", weight), ("s", np.float32(1)))]
+    held.append(helper.make_tensor("z", kind, [], [0.0]))
+    held.append(helper.make_tensor("v", kind, [1, 1], [1.125]))
+    nodes = [helper.make_node("QuantizeLinear", [i, "s", "z"], [f"{i}_q"]) for i in "xw"]
+    nodes += [helper.make_node("DequantizeLinear", [i, "s"], [f"{i}_f"]) for i in ("x_q", "w_q", "v")]
+    nodes += [helper.make_node("MatMul", ["x_q_f", "v_f"], ["a"]), helper.make_node("MatMul", ["a", "w_q_f"], ["y"])]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 1), ("y", 3))]
+    graph = helper.make_graph(nodes, "float8", ends[:1], ends[1:], held)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), tmp_path / "8.onnx")
+    with pytest.raises(CaptureError, match="8 bits.*float8e4m3fn.*--requantize"):
+        chipfit.verify_file(tmp_path / "8.onnx", [torch.ones(2, 1)])
+    found = capture(chipfit.load_model(tmp_path / "8.onnx", requantize=True), (torch.ones(2, 1),))
+    assert run(found, [torch.ones(1, 1) * 16 / 9])[found.outputs[0]].tolist() == [[2.0, 576.0, 896.0]]
 
 
 def test_biases_that_a_tool_stores_once_keep_their_own_scales(tmp_path):

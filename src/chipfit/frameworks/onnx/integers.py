@@ -7,6 +7,7 @@ MatMulInteger). Here all become the first one, in which no operator reads intege
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,16 @@ def _with_positive_scales(codes: IntegerConstant) -> IntegerConstant:
     return IntegerConstant(codes.name, turned, numbers)
 
 
+def _with_whole_blocks(codes: IntegerConstant) -> IntegerConstant:
+    """Return a constant whose blocks fill its axis: smaller ones where the last one is a part."""
+    n, size = codes.numbers, codes.integers.shape[codes.numbers.axis] if codes.numbers.block else 0
+    if not n.block or size % n.block == 0:
+        return codes
+    block = math.gcd(size, n.block)
+    scale, zero = (np.repeat(p, n.block // block, n.axis).take(range(size // block), n.axis) for p in (n.scale, n.zero))
+    return IntegerConstant(codes.name, codes.integers, QParams(n.kind, scale, zero, n.axis, block, n.ends))
+
+
 @dataclass
 class NormalForm:
     """A model in which float operators read and make floats, with quantizers of one operand between them."""
@@ -137,6 +148,7 @@ class NormalForm:
     taken: dict[str, QParams] = field(default_factory=dict)  #: output of integers -> how it is stored
     #: result of a DynamicQuantizeLinear -> attributes of the quantizer, where it is another one
     rounded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    small_floats: set[str] = field(default_factory=set)  #: types of floats of 8 bits or less that its quantizers make
     #: nodes to add to the file, whose results are compared with the simulation's
     returned: list[onnx.NodeProto] = field(default_factory=list)
 
@@ -175,6 +187,9 @@ class Expansion:
         self.users: dict[str, list[onnx.NodeProto]] = {}
         self.makers: dict[str, onnx.NodeProto] = {}
         self.foldable: set[str] = set()  #: tensors that depend on constants alone
+        self.small_floats: dict[
+            str, Any
+        ] = {}  #: floats of 8 bits or less that a quantizer makes -> their array if constant
         self.done: set[int] = set()  #: nodes that were read with an earlier one
         self.taken = {*self.initialisers, *(v.name for v in model.graph.input)}
         for n in model.graph.node:
@@ -277,7 +292,10 @@ class Expansion:
         """Return the results of a float operator on constants, such as scales that an exporter left to be computed."""
         if n.domain not in ("", "ai.onnx") or n.op_type in _QUANTIZED or not n.input or any(_bodies(n)):
             return None
-        arrays = {i: self.array(i) for i in n.input if i}
+        return self.evaluated(n, {i: self.array(i) for i in n.input if i})
+
+    def evaluated(self, n: onnx.NodeProto, arrays: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the results of an operator on arrays; None if one is missing or it cannot be computed."""
         if any(a is None or a.size > _MOST for a in arrays.values()):
             return None
         opset = max((o.version for o in self.source.opset_import if o.domain in ("", "ai.onnx")), default=1)
@@ -354,7 +372,7 @@ class Expansion:
         Args:
             floats: their name in the file.
         """
-        codes = _with_positive_scales(codes)
+        codes = _with_whole_blocks(_with_positive_scales(codes))
         key = next((k for k, c in self.out.constants.items() if c.name == codes.name and _same(c, codes)), "")
         if not key:
             wanted = plain(codes.name).removesuffix("_rows")
@@ -532,7 +550,35 @@ def _operand(n: onnx.NodeProto, k: int) -> str:
 # ---------------------------------------------------------------- readers
 
 
+def _of_small_floats(e: Expansion, n: onnx.NodeProto) -> bool:
+    """Read a quantizer whose results are floats of 8 bits or less, or their dequantizer, as what it rounds."""
+    x, zero = n.input[0], _operand(n, 2)
+    own = next((a.i for a in n.attribute if a.name == "output_dtype"), 0)
+    held = e.initialisers.get(zero or x)
+    kind = onnx.TensorProto.DataType.Name(own or (held.data_type if held is not None else 0)).lower()
+    if x not in e.small_floats and not kind.startswith(("float8", "float4")):
+        return False
+    if kind != "undefined":  # no zero point: its quantizer has one
+        e.out.small_floats.add(kind)
+    if e.small_floats.get(x) is not None or x in e.initialisers:
+        known = {k: numpy_helper.to_array(e.initialisers[k]) for k in n.input if k in e.initialisers} | e.small_floats
+        found = e.evaluated(n, {k: known.get(k, e.array(k)) for k in n.input if k})
+        if found is None:
+            raise e.unread(n, f"its {kind} cannot be computed")
+        if n.op_type == "QuantizeLinear":
+            e.small_floats |= found
+            return True
+        x = e.fresh(f"{plain(x)}_float")
+        e.initialisers[x] = numpy_helper.from_array(found[n.output[0]].astype(np.float32), x)
+    elif n.op_type == "QuantizeLinear":
+        e.small_floats[n.output[0]] = None
+    e.nodes.append(helper.make_node("Identity", [x], [n.output[0]], name=n.name))
+    return True
+
+
 def _quantize(e: Expansion, n: onnx.NodeProto) -> None:
+    if _of_small_floats(e, n):
+        return None
     x, y = n.input[0], n.output[0]
     declared = next((a.i for a in n.attribute if a.name == "output_dtype"), 0)
     kind = onnx.TensorProto.DataType.Name(declared).lower() if declared else ""
@@ -548,6 +594,8 @@ def _quantize(e: Expansion, n: onnx.NodeProto) -> None:
 
 
 def _dequantize(e: Expansion, n: onnx.NodeProto) -> None:
+    if _of_small_floats(e, n):
+        return
     x, y = n.input[0], n.output[0]
     found = e.dequantized(n, x, n.input[1], _operand(n, 2))
     if x in e.initialisers:

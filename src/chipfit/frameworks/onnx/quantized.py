@@ -74,6 +74,9 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
             "export with QuantizeLinear and DequantizeLinear; or quantize it again, with --requantize (requantize=True)"
         )
         raise CaptureError(what, where=model.where, got=", ".join(foreign), hint=hint)
+    if given.small_floats:
+        what, hint = "The file has floats of 8 bits or less, which are not simulated", "quantize it again: --requantize"
+        raise CaptureError(what, where=model.where, got=", ".join(sorted(given.small_floats)), hint=hint)
     if not (given.made or given.constants or given.given):
         hint = "chipfit.quantize(file, data) quantizes a float file"
         raise CaptureError("The file is not quantized", where=model.where, hint=hint)
