@@ -13,7 +13,7 @@ from torch import nn
 
 import chipfit
 from chipfit.engine.run import run
-from chipfit.errors import CaptureError
+from chipfit.errors import CaptureError, UnsupportedError
 from chipfit.frameworks import capture, load
 from chipfit.frameworks.onnx import quantized as quantized_files
 from chipfit.frameworks.onnx.quantized import read_quantized
@@ -497,6 +497,40 @@ def test_floats_of_8_bits_are_named_and_dropped_on_request(tmp_path):
         chipfit.verify_file(tmp_path / "8.onnx", [torch.ones(2, 1)])
     found = capture(chipfit.load_model(tmp_path / "8.onnx", requantize=True), (torch.ones(2, 1),))
     assert run(found, [torch.ones(1, 1) * 16 / 9])[found.outputs[0]].tolist() == [[2.0, 576.0, 896.0]]
+
+
+def test_a_file_that_computes_in_float16_is_shown_and_read_in_float32(tmp_path):
+    """Its bias is computed from constants, and rounded there."""
+    draw = np.random.default_rng(0)
+    weight, bias = draw.integers(-9, 9, (8, 5)).astype("i1"), draw.normal(size=5).astype("f2")
+    held = {"w": weight, "s": np.float16(0.0625), "z": np.int8(0), "bias": bias, "bs": np.float16(0.00390625)}
+    pairs = [("x16", "x_q"), ("a", "a_q")]
+    nodes = [helper.make_node("Cast", ["x"], ["x16"], to=TensorProto.FLOAT16)]
+    nodes += [helper.make_node("QuantizeLinear", [i, "s", "z"], [o]) for i, o in pairs]
+    nodes += [helper.make_node("DequantizeLinear", [i, "s", "z"], [f"{i}_f"]) for i in ("x_q", "w", "a_q")]
+    nodes += [
+        helper.make_node("Div", ["bias", "bs"], ["b_whole"]),
+        helper.make_node("Round", ["b_whole"], ["b_round"]),
+        helper.make_node("Cast", ["b_round"], ["b_i"], to=TensorProto.INT32),
+        helper.make_node("DequantizeLinear", ["b_i", "bs"], ["b"]),
+        helper.make_node("Gemm", ["x_q_f", "w_f", "b"], ["a"]),
+        helper.make_node("Cast", ["a_q_f"], ["y"], to=TensorProto.FLOAT),
+    ]
+    order = (0, 1, 3, 4, 6, 7, 8, 9, 10, 2, 5, 11)
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 8), ("y", 5))]
+    constants = [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
+    graph = helper.make_graph([nodes[k] for k in order], "half", ends[:1], ends[1:], constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), tmp_path / "16.onnx")
+    x = torch.randn(4, 8)
+    shown = read_file(tmp_path / "16.onnx")[0].plan.tensors.values()
+    assert "int32" in {t.stored.format for t in shown} and all(t.quantized for t in shown)
+    with pytest.raises(UnsupportedError, match="float16, which is not simulated"):
+        chipfit.verify_file(tmp_path / "16.onnx", [x])
+    found = capture(chipfit.load_model(tmp_path / "16.onnx", requantize=True), (x,))
+    want = x @ torch.from_numpy(weight * np.float32(0.0625)) + torch.from_numpy(
+        np.rint(bias / np.float16(1 / 256)) / 256
+    )
+    torch.testing.assert_close(run(found, [x])[found.outputs[0]], want.float())
 
 
 def test_biases_that_a_tool_stores_once_keep_their_own_scales(tmp_path):

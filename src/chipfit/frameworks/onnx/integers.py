@@ -490,9 +490,9 @@ class Expansion:
         """Compute integers of a constant, such as a Clip behind its quantizer, if they are read as such alone."""
         y, users = n.output[0], self.users.get(n.output[0], ())
         read = bool(users) and all(u.op_type == "DequantizeLinear" or u.output[0] in self.foldable for u in users)
-        if not (read and y in self.foldable and n.input[0] in self.initialisers and len(n.output) == 1):
-            return False
         to = next((a.i for a in n.attribute if n.op_type == "Cast" and a.name == "to"), 0)
+        if not (read and y in self.foldable and (to or n.input[0] in self.initialisers) and len(n.output) == 1):
+            return False
         kind = onnx.TensorProto.DataType.Name(to).lower() if to else self.kind(n.input[0])
         array = self.array(y) if kind in ENDS else None
         if array is None:

@@ -100,7 +100,10 @@ def read_quantized(model: OnnxModel, platform: str, example: Any = None) -> Quan
     names |= {tensor: f"{tensor}/whole" for tensor, *_ in parts.values()}
     held = {part: [names[tensor], *ends_of_it] for part, (tensor, *ends_of_it) in parts.items()}
     content = _named(optimised, names, {OPTIMISED: "1", "chipfit.io": ends, PARTS: json.dumps(held)})
-    return QuantizedFile(graph, plan, content, source.SerializeToString())
+    halves = {t.name for t in source.graph.initializer if t.data_type == onnx.TensorProto.FLOAT16}
+    in_half = any(n.op_type == "QuantizeLinear" and n.input[1] in halves for n in source.graph.node)
+    why = "Between its quantizers the file computes in float16, which is not simulated" if in_half else ""
+    return QuantizedFile(graph, plan, content, source.SerializeToString(), not_simulated=why)
 
 
 def optimised_by_runtime(source: onnx.ModelProto, where: str) -> onnx.ModelProto:

@@ -48,7 +48,23 @@ def float_network(model: OnnxModel) -> OnnxModel:
                 _become_clip(proto, n, {"min": 0.0, "max": top}, expansion.opset)
     for v in (v for v in proto.graph.output if v.name in form.taken):  # floats in place of integers
         v.type.CopyFrom(onnx.TypeProto(tensor_type=onnx.TypeProto.Tensor(elem_type=onnx.TensorProto.FLOAT)))
-    return OnnxModel.of_proto(proto, model.where)
+    return OnnxModel.of_proto(_in_float32(proto), model.where)
+
+
+def _in_float32(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a model of float16, with constants that became float32, in float32 throughout."""
+    half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
+    attributes = [a for n in proto.graph.node for a in n.attribute]
+    for t in (*proto.graph.initializer, *(a.t for a in attributes if a.HasField("t"))):
+        if t.data_type == half:
+            t.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(t).astype(np.float32), t.name))
+    for a in attributes:
+        if a.name in ("to", "dtype") and a.i == half:
+            a.i = single
+    for v in (*proto.graph.input, *proto.graph.output):
+        if v.type.tensor_type.elem_type == half:
+            v.type.tensor_type.elem_type = single
+    return proto
 
 
 def _become_clip(proto: onnx.ModelProto, n: onnx.NodeProto, ends: dict[str, float], opset: int) -> None:
