@@ -64,3 +64,14 @@ def test_the_oldest_versions_are_those_of_the_package():
     project = tomllib.loads(text)["project"]
     assert project["requires-python"] == f">={'.'.join(map(str, PYTHON))}"
     assert re.search(r"torch>=([\d.]+)", text)[1] == ".".join(map(str, TORCH))
+
+
+def test_names_load_without_a_garbage_collection_which_would_walk_all_of_torch():
+    probe = (
+        "import gc, torch, chipfit\n"
+        "whole = lambda: gc.get_stats()[2]['collections']\n"
+        "before = whole(), gc.isenabled()\n"
+        "chipfit.quantize\n"
+        "print((whole(), gc.isenabled()) == before)"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout == "True\n"

@@ -3,11 +3,13 @@
 `import chipfit` is quick: torch and everything else loads with the first name that needs it.
 """
 
+import gc
 import importlib
 import re
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from chipfit import errors as errors
@@ -65,13 +67,24 @@ _TOP = {
 __all__ = sorted(_HOMES)
 
 
+def _load(module: str) -> ModuleType:
+    """Import a module with garbage collection paused: it would walk all of torch's objects, and find nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+        return _load(_MODULES[name])
     home = _HOMES.get(name) or _TOP.get(name)
     if home is None:
         raise importlib.import_module("chipfit.mct.names").missing_name("chipfit", name)
-    return getattr(importlib.import_module(home), name)
+    return getattr(_load(home), name)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """Repairs without training, tried where the outputs lose more than the bits explain; they stay where samples gain."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -41,7 +41,7 @@ GAIN_DB, RANGE_GAIN_DB = 1.0, 0.5
 #: a warning is given where the outputs are worse than expected by this [dB]
 DOUBT_DB = 3.0
 #: numbers of all values in the samples of one measurement, and multiplications that take as long as two of them
-_NUMBERS, _PRODUCTS = 1 << 25, 128
+_NUMBERS, _PRODUCTS = 1 << 23, 128
 #: least and greatest number of samples of one measurement
 _LEAST, _MOST = 2, 128
 #: layers are made more precise so many times, and with so great a share of all multiplications
@@ -117,10 +117,12 @@ def judged(d: Decision) -> Planned:
     return d.graph, plan_of(d)
 
 
-def measured(d: Decision, reference: MeanReference, rounded: RoundedWeights) -> MeasuredBiases:
-    """Return the errors of a decision, with biases that may follow them."""
+def measured(
+    d: Decision, reference: MeanReference, rounded: RoundedWeights, before: Sequence[OutputErrors] | None = None
+) -> MeasuredBiases:
+    """Return the errors of a decision, with biases that may follow them; `before` as in `measure_biases`."""
     resolved, _ = trial_settings(d)
-    return measure_biases(reference, *judged(d), rounded, move=biases_move(resolved))
+    return measure_biases(reference, *judged(d), rounded, before=before, move=biases_move(resolved))
 
 
 def biases_move(settings: Settings) -> bool:
@@ -195,11 +197,15 @@ def with_best_ranges(d: Decision, before: MeasuredBiases, rounded: RoundedWeight
     """Return the decision, with activations that are not clipped where the outputs then lose less, and its errors."""
     weights = {k: t for k, t in d.tensors.items() if t.role == "weight" and t.quantized}
     other = choose_scales(replace(d, rules=replace(d.rules, rule="no_clipping")), keep=weights)
-    after = measured(other, before.reference, rounded)  # each with biases where these gain
+    reference = before.reference
+    plain = reference.errors_of_batches(*judged(other), rounded)
+    if OutputErrors.merged(plain).sqnr_db <= OutputErrors.merged(before.before).sqnr_db:
+        return d, before  # biases make up for clipping, not for coarser steps
+    after = measured(other, reference, rounded, plain)  # each with biases where these gain
     was, now = before.errors.sqnr_db, after.errors.sqnr_db
     if not now >= was + RANGE_GAIN_DB:
         return d, before
-    samples = count_samples(before.reference.batches)
+    samples = count_samples(reference.batches)
     why = f"on {samples} samples the outputs have {now:.1f} dB, {was:.1f} dB without"
     settings = {**d.provenance.get("settings", {}), "rule": "no_clipping"}
     notes, origin = (*d.rewrites, f"ranges without clipping taken: {why}"), {**d.provenance, "settings": settings}
