@@ -95,8 +95,9 @@ def verify_file(
     if found.not_simulated:
         hint = "`chipfit explain` shows its formats; quantize it again (--requantize) for integers throughout"
         raise UnsupportedError(found.not_simulated, where=str(path), hint=hint)
-    example = None if example is None else _in_numbers(example, found)
-    numbers = (_in_numbers(x, found) for x in iterate(add_states(data, found.steps), fixed_batch_of(found.graph)))
+    fixed = fixed_batch_of(found.graph)
+    example = None if example is None else _in_numbers(next(iterate([example], fixed)), found)
+    numbers = (_in_numbers(x, found) for x in iterate(add_states(data, found.steps), fixed))
     suffix = path_of(path, CaptureError).suffix
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         named = path_of(Path(folder) / f"model{suffix}", RuntimeUnavailable)

@@ -422,6 +422,29 @@ def test_quantizers_of_training_tools_are_named_and_dropped_on_request(tmp_path,
     assert (result.model(x) - x @ torch.from_numpy(weight)).abs().max() < 0.1
 
 
+@pytest.mark.parametrize("kind", ["i1", "i4"])
+def test_quantizers_of_quark_are_read_as_onnxs_own_where_a_runtime_has_them(tmp_path, kind):
+    weight, own = np.random.default_rng(0).integers(-99, 99, (4, 3)).astype(kind), "com.amd.quark"
+    held = {"s": np.float32(0.03), "z": np.zeros((), kind), "w": weight}
+    nodes = [helper.make_node("ExtendedQuantizeLinear", ["x", "s", "z"], ["x_q"], domain=own)]
+    nodes += [helper.make_node("ExtendedDequantizeLinear", [i, "s", "z"], [f"{i}_f"], domain=own) for i in ("x_q", "w")]
+    nodes.append(helper.make_node("MatMul", ["x_q_f", "w_f"], ["y"]))
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 4), ("y", 3))]
+    constants = [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
+    graph = helper.make_graph(nodes, "quark", ends[:1], ends[1:], constants)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(own, 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "quark.onnx")
+    x = torch.randn(5, 4)
+    if kind == "i1":
+        assert chipfit.verify_file(tmp_path / "quark.onnx", [x]).exact
+    else:
+        with pytest.raises(CaptureError, match=r"training tool.*ExtendedDequantizeLinear, ExtendedQuantizeLinear"):
+            chipfit.verify_file(tmp_path / "quark.onnx", [x])
+    found = capture(chipfit.load_model(tmp_path / "quark.onnx", requantize=True), (x,))
+    want = x @ torch.from_numpy(weight * np.float32(0.03)).float()
+    torch.testing.assert_close(run(found, [x])[found.outputs[0]], want)
+
+
 def rounded(x, scale, zero, low, high):
     """Return what QONNX's quantizer computes, by its definition."""
     return (np.clip(np.rint(x / scale + zero), low, high) - zero) * scale
@@ -562,6 +585,14 @@ def test_a_file_that_is_given_integers_is_verified_from_floats(float_file, tmp_p
     result = chipfit.quantize(str(float_file), data, platform="ort_cpu", progress=False)
     found = chipfit.verify_file(result.export(tmp_path / "m.onnx", io=kind), data)
     assert found.exact and found.rows[0].op == "Input" and found.rows[0].elements
+
+
+def test_a_file_of_one_sample_is_verified_with_batches(quantized, tmp_path):
+    model = onnx.load(quantized("static", "int8"))
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, tmp_path / "one.onnx")
+    found = chipfit.verify_file(tmp_path / "one.onnx", [torch.from_numpy(IMAGES[:3])])
+    assert next(r.elements for r in found.rows if r.op == "Input") == 3 * 3 * 16 * 16 and found.exact
 
 
 def test_outputs_of_the_file_itself_are_compared_too(quantized, monkeypatch):

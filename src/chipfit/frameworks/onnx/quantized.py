@@ -193,13 +193,16 @@ def _without_repetition(variants: list[list[tuple[int, ...]]]) -> list[list[tupl
 
 
 def batch_shapes(model: OnnxModel, batch: Any) -> list[tuple[int, ...]] | None:
-    """Return the shapes of the inputs in a batch of data; None if they do not fit the model."""
+    """Return the shapes of the inputs in a batch of data, with the file's own batch; None if they do not fit."""
     names = model.names()
     rows: Any = batch if isinstance(batch, (tuple, list)) else (batch,)
     if rows and isinstance(rows[0], Mapping):
         rows = rows[0]
     found = [rows.get(n) for n in names] if isinstance(rows, Mapping) else list(rows)[: len(names)]
     shapes = [tuple(getattr(x, "shape", ())) for x in found]
+    own = [v.shape[:1] if v.shape else () for v in model.inputs]
+    fixed = [tuple(d for d in o if isinstance(d, int) and d > 0 and s) for o, s in zip(own, shapes, strict=False)]
+    shapes = [(*f, *s[len(f) :]) for f, s in zip(fixed, shapes, strict=False)]
     return shapes if len(shapes) == len(names) and all(hasattr(x, "shape") for x in found) else None
 
 

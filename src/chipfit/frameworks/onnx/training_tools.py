@@ -146,7 +146,7 @@ def _quant(r: _Rewriting, n: onnx.NodeProto) -> list[onnx.NodeProto] | None:
     signed, narrow = (bool(given.get(k, default)) for k, default in (("signed", 1), ("narrow", 0)))
     rounding = _ROUNDING.get(given.get("rounding_mode", b"ROUND").decode().upper())
     constant = r.source.array(n.input[0]) is not None
-    if zero is None or bits is None or rounding is None or not (constant or rounding is np.rint):
+    if zero is None or bits is None or bits.size != 1 or rounding is None or not (constant or rounding is np.rint):
         return None
     count = int(bits.item())
     if count != bits or not 1 <= count <= 32 or (zero != np.rint(zero)).any():
@@ -176,7 +176,8 @@ def _bipolar(r: _Rewriting, n: onnx.NodeProto) -> list[onnx.NodeProto] | None:
 
 def _linear(r: _Rewriting, n: onnx.NodeProto) -> list[onnx.NodeProto] | None:
     """Quantizers of other domains with the operands of ONNX's own, where these are integers."""
-    if len(n.input) < 3 or r.source.array(n.input[2]) is None or r.source.kind(n.input[2]) not in ENDS:
+    kind = r.source.kind(n.input[2]) if len(n.input) > 2 and n.input[2] in r.source.initialisers else ""
+    if kind not in ENDS or (kind == "int32" and n.input[0] not in r.source.initialisers):  # no runtime makes those
         return None
     made = onnx.NodeProto()
     made.CopyFrom(n)
