@@ -92,7 +92,7 @@ def test_a_program_from_a_file_runs_on_the_device(accelerator, tmp_path):
     torch.manual_seed(0)
     model, x = model_of(forward, conv=nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "m.pt2")
-    program = frameworks.load(str(tmp_path / "m.pt2"), "torch").to(accelerator)
+    program = frameworks.load_torch(str(tmp_path / "m.pt2")).to(accelerator)
     torch.testing.assert_close(program(x.to(accelerator)).cpu(), model(x))
     result = chipfit.quantize(program, [x], platform="ort_cpu", progress=False)
     assert result.model(x.to(accelerator)).device == accelerator

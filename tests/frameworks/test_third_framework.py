@@ -115,7 +115,7 @@ def test_a_file_is_loaded_by_its_suffix_or_by_the_framework_that_is_asked_for(tm
     program = torch.export.export(torch.nn.Linear(3, 2), (randn(4, 3),))
     for name in ("model.pt2", "model.program"):
         torch.export.save(program, tmp_path / name)
-        assert frameworks.load(str(tmp_path / name), "torch")(randn(4, 3)).shape == (4, 2)
+        assert frameworks.load_torch(str(tmp_path / name))(randn(4, 3)).shape == (4, 2)
     assert frameworks.load(str(tmp_path / "model.pt2"))(randn(4, 3)).shape == (4, 2)
     with pytest.raises(CaptureError, match=r"No framework reads .*model\.program'.*\.pt2.*\.keras|\.keras.*\.pt2"):
         frameworks.load(str(tmp_path / "model.program"))

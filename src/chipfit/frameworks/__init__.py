@@ -196,6 +196,16 @@ def load(path: str, framework: str = "") -> Any:
     return adapter_of(framework).load(path)
 
 
+def load_torch(path: str) -> Any:
+    """Load the program of a `.pt2` file; see `load`."""
+    return load(path, "torch")
+
+
+def load_keras(path: str) -> Any:
+    """Load the model of a `.keras` file, on torch unless another backend is chosen; see `load`."""
+    return load(path, "keras")
+
+
 def choose_backend(framework: str) -> None:
     """Set the environment variables that choose a framework's backend, unless the user chose; see `Facts`."""
     facts = facts_of(framework)

@@ -197,15 +197,14 @@ def with_best_ranges(d: Decision, before: MeasuredBiases, rounded: RoundedWeight
     """Return the decision, with activations that are not clipped where the outputs then lose less, and its errors."""
     weights = {k: t for k, t in d.tensors.items() if t.role == "weight" and t.quantized}
     other = choose_scales(replace(d, rules=replace(d.rules, rule="no_clipping")), keep=weights)
-    reference = before.reference
-    plain = reference.errors_of_batches(*judged(other), rounded)
+    plain = before.reference.errors_of_batches(*judged(other), rounded)
     if OutputErrors.merged(plain).sqnr_db <= OutputErrors.merged(before.before).sqnr_db:
         return d, before  # biases make up for clipping, not for coarser steps
-    after = measured(other, reference, rounded, plain)  # each with biases where these gain
+    after = measured(other, before.reference, rounded, plain)  # each with biases where these gain
     was, now = before.errors.sqnr_db, after.errors.sqnr_db
     if not now >= was + RANGE_GAIN_DB:
         return d, before
-    samples = count_samples(reference.batches)
+    samples = count_samples(before.reference.batches)
     why = f"on {samples} samples the outputs have {now:.1f} dB, {was:.1f} dB without"
     settings = {**d.provenance.get("settings", {}), "rule": "no_clipping"}
     notes, origin = (*d.rewrites, f"ranges without clipping taken: {why}"), {**d.provenance, "settings": settings}

@@ -11,6 +11,7 @@ from torch import nn
 from chipfit import load
 from chipfit.cli.inputs import load_model
 from chipfit.errors import CaptureError, GraphError
+from chipfit.frameworks import load_keras
 from tests.build import model_of, quantized, randn, rezipped, tampered
 
 
@@ -91,7 +92,7 @@ def test_a_saved_keras_layer_is_one_of_keras(tmp_path, trap, config):
 
 
 def test_a_keras_file_loads_and_a_registered_class_is_the_users_own(keras_file):
-    assert load_model(str(keras_file)).output_shape == (None, 3)
+    assert load_model(str(keras_file)).output_shape == load_keras(str(keras_file)).output_shape == (None, 3)
 
 
 @pytest.mark.parametrize(
