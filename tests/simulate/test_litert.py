@@ -307,6 +307,9 @@ def test_rows_are_rounded_to_a_range_of_the_moment():
     assert ((q - z) * s - x).abs().max() <= s.max() / 2 + 1e-6
     q, _, z = quantize_dynamic_xnnpack(torch.tensor([[-1.5, 253.5]]))  # both are rounded up
     assert q.tolist() == [[-128, 127]] and z.tolist() == [[-126]]
+    x = torch.tensor([[0.0, 15.9375, 0.5 / 16, 0.500001 / 16]])  # a sum with the zero point would lose the last digits
+    q, s, z = quantize_dynamic_xnnpack(x, readers={"DepthwiseConv2D"})
+    assert q.tolist() == [[-128, 127, -127, -127]] and s.tolist() == [[1 / 16]] and z.tolist() == [[-128]]
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,12 @@ class LiteRt:
         self.lines, self.long = ({*self.notes.get(k, ())} for k in ("lines", "int64"))
         ends = [*self.inputs, *self.interpreter.get_output_details()]
         ranks = [len(d["shape"]) - (d["name"] in self.lines) for d in ends]
-        valid = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for (f, a), r in zip(noted, ranks)]
+        known = [(f, a, r) for (f, a), r in zip(noted, ranks) if r or not f]  # sizes found at run time have no rank yet
+        valid = [0 <= a < max(r, 1) and (f is None or sorted(f) == [*range(r)]) for f, a, r in known]
         self.images = self.notes.get("images", {})
         shapes = {d["name"]: d["shape"] for d in ends}
-        known = [(s, [*shapes[n]][-1:]) for n, s in self.images.items() if n in shapes]
-        fitting = [s and min(s) > 0 and [math.prod(s)] == last for s, last in known]
+        sized = [(s, [*shapes[n]][-1:]) for n, s in self.images.items() if n in shapes]
+        fitting = [s and min(s) > 0 and [math.prod(s)] == last for s, last in sized]
         if len(noted) != len(ranks) or len(self.forms) != len(self.axes) or not all((*valid, *fitting)):
             raise unfit_notes(str(path))
 

@@ -70,9 +70,9 @@ def quantize_dynamic_xnnpack(x: Tensor, per: Per = "row", readers: Set[str] = fr
 
 
 def _quantize_dynamic_with_zero(x: Tensor) -> Codes:
-    """Quantize samples dynamically as built-in kernels with a zero point: q = round(z + x / s), halves away from zero.
+    """Quantize samples dynamically as built-in kernels with a zero point: q = round(x / s) + z, halves away from zero.
 
-    Source: TensorFlow Lite, kernels/internal/reference/portable_tensor_utils.cc, PortableAsymmetricQuantizeFloats.
+    Source: TensorFlow Lite, kernels/internal/optimized/neon_tensor_utils.cc, NeonAsymmetricQuantizeFloats.
     """
     axes = axes_of("sample", x.dim())
     low, high = (v.double() for v in (x.amin(axes, keepdim=True).clamp(max=0), x.amax(axes, keepdim=True).clamp(min=0)))
@@ -80,7 +80,7 @@ def _quantize_dynamic_with_zero(x: Tensor) -> Codes:
     first = 128 + (low / s).abs() < 127 + (high / s).abs()
     z = round_away(torch.where(first, -128 - low / s, 127 - high / s)).clamp(-128, 127)
     z, s = torch.where(high > low, z, 0.0).float(), s.float()
-    return round_away(z + x * (1 / s)).clamp(-128, 127), s, z
+    return (round_away(x * (1 / s)) + z).clamp(-128, 127), s, z
 
 
 def quantize_dynamic_by_row(x: Tensor, blocks: bool = False, **how: Any) -> Codes:

@@ -16,6 +16,7 @@ from chipfit.export.tflite.c_array import header
 from chipfit.export.tflite.file import INT4, TYPES, File, Quantization, pack_4_bits
 from chipfit.export.tflite.metadata import metadata
 from chipfit.export.tflite.read_back import array_of, read_back
+from chipfit.frameworks.tflite.variables import packed
 from tests.export.test_io_spec import Table
 
 FLOAT, INT8, INT16, INT32 = (TYPES[k] for k in ("float32", "int8", "int16", "int32"))
@@ -254,6 +255,16 @@ def test_scales_of_blocks_are_a_tensor_of_their_own(tmp_path, axis):
     assert np.array_equal(found.values, q)
     ((scales, zeros),) = found.qparams
     assert np.array_equal(scales, scale) and scales.dtype == np.float32 and np.array_equal(zeros, np.zeros((2, 3)))
+
+
+def test_a_computed_tensor_may_have_an_empty_buffer(tmp_path):
+    file = File()
+    x, y = file.tensor("x", (1, 2), FLOAT), file.tensor("y", (1, 2), FLOAT)
+    file.op("NEG", [x], y)
+    model = read(file.content({"x": x}, {"y": y}, {}))
+    model.buffers[0].data = np.zeros(0, np.uint8)
+    (tmp_path / "m.tflite").write_bytes(packed(model))
+    assert {n: t.values for n, t in read_back(tmp_path / "m.tflite").items()} == {"x": None, "y": None}
 
 
 def test_data_of_any_length_lie_at_multiples_of_16():

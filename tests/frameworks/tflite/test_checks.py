@@ -114,6 +114,13 @@ def test_text_beside_operators_of_numbers_is_refused(k):
     refused(packed(table), f"Tensor '{'xy'[k]}' holds text")
 
 
+def test_a_custom_operator_without_a_kernel_is_named():
+    for name in (b"FlexMatrixInverse", b"ethos-u"):
+        table = schema.ModelT.InitFromPackedBuf(file_of("CUSTOM", ["x"]), 0)
+        table.operatorCodes[0].customCode = name
+        refused(packed(table), f"no kernel for the custom operator {name.decode()}.*Try: convert the model without it")
+
+
 def test_scales_of_blocks_are_refused():
     table = schema.ModelT.InitFromPackedBuf(file_of("ADD", ["x", np.ones(4, "f4")]), 0)
     q = table.subgraphs[0].tensors[2].quantization = schema.QuantizationParametersT()

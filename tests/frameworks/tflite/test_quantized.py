@@ -99,6 +99,18 @@ def test_a_file_of_tensorflows_converter_computes_the_simulated_integers(convert
     assert all(not h.differing for h in found.held) and len(found.held) > 5
 
 
+@pytest.mark.parametrize("factor", [0, 1.1])
+def test_integers_of_a_bias_are_added_whatever_its_own_scale_says(converted, factor, tmp_path):
+    """The old quantizer lets layers share a bias; other tools leave its scale out."""
+    table = schema.ModelT.InitFromPackedBuf(converted("upscaled").read_bytes(), 0)
+    (bias,) = (
+        t for t in table.subgraphs[0].tensors if t.type == schema.TensorType.INT32 and t.quantization.scale is not None
+    )
+    bias.quantization.scale = bias.quantization.scale * np.float32(factor) if factor else None
+    (tmp_path / "m.tflite").write_bytes(packed(table))
+    assert chipfit.verify_file(tmp_path / "m.tflite", [torch.from_numpy(IMAGES[:6])]).exact
+
+
 @pytest.mark.parametrize("ends", ["int8", "uint8"])
 def test_integers_of_the_inputs_type_are_taken_as_they_are(converted, ends):
     """As the file's own runtime takes them; floats of the same numbers have the same results."""

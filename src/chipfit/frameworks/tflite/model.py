@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,7 @@ from chipfit.errors import CaptureError, first_line
 from chipfit.files import existing_file
 from chipfit.frameworks.mapped_files import MappedFiles
 from chipfit.frameworks.quantized import dequantized
+from chipfit.frameworks.tflite.biases import scale_biases
 from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_operators, check_subgraphs, check_tables
 from chipfit.frameworks.tflite.loops import unroll_loops
 from chipfit.frameworks.tflite.variables import packed, variables_to_inputs
@@ -172,7 +174,7 @@ class TfliteModel:
                 check_subgraphs(table, where)
                 changed = unroll_loops(table)
                 self.states = variables_to_inputs(table, where)  #: number of the last inputs that hold states
-                changed = changed or self.states > 0
+                changed = scale_biases(table) or changed or self.states > 0
                 if not changed:
                     self._read_checked(table, interpreter)
             if changed:
@@ -181,8 +183,7 @@ class TfliteModel:
                     self._read_checked(self.table(), interpreter)
         except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, struct.error) as e:
             what = "The file is not a .tflite file that LiteRT can run"
-            hint = "a file with custom operators needs the program that registers them"
-            raise CaptureError(what, where=where, got=first_line(e), hint=hint) from e
+            raise CaptureError(what, where=where, got=first_line(e)) from e
 
     def __repr__(self) -> str:
         inputs = ", ".join(f"{t.name} {list(t.signature)}" for t in self.inputs)
@@ -197,7 +198,11 @@ class TfliteModel:
         """Check that LiteRT has kernels for all operators, and that they take the sizes that the file has."""
         try:
             interpreter.allocate_tensors()
-        except RuntimeError:  # sizes of 1 in place of open ones may be too few, as for a window of samples
+        except RuntimeError as e:  # sizes of 1 in place of open ones may be too few, as for a window of samples
+            if unknown := re.search(r"(?:custom op|Flex delegate).*Node number \d+ \((\S+)\)", str(e), re.DOTALL):
+                what = f"LiteRT has no kernel for the custom operator {unknown[1]}"
+                hint = "convert the model without it, or give the file that a chip's compiler was given"
+                raise CaptureError(what, where=self.where, hint=hint) from e
             if self.has_custom or not any(d < 0 for t in self.inputs for d in t.signature):
                 raise
 
