@@ -111,6 +111,18 @@ def test_integers_of_a_bias_are_added_whatever_its_own_scale_says(converted, fac
     assert chipfit.verify_file(tmp_path / "m.tflite", [torch.from_numpy(IMAGES[:6])]).exact
 
 
+def test_a_file_with_open_inputs_may_take_one_sample_at_a_time(converted, tmp_path):
+    table = schema.ModelT.InitFromPackedBuf(converted("branches").read_bytes(), 0)
+    for t in table.subgraphs[0].tensors:
+        held = table.buffers[t.buffer].data
+        if t.type == schema.TensorType.INT32 and list(t.shape) == [2] and held is not None:
+            table.buffers[t.buffer].data = np.frombuffer(np.array([1, 360], np.int32).tobytes(), np.uint8)
+    table.subgraphs[0].tensors[table.subgraphs[0].inputs[0]].shapeSignature = np.array([-1, 12, 10, 3], np.int32)
+    (tmp_path / "m.tflite").write_bytes(packed(table))
+    assert chipfit.verify_file(tmp_path / "m.tflite", [torch.from_numpy(IMAGES[:6])]).exact
+    assert len(TfliteModel(packed(table))(IMAGES[:6])) == 6
+
+
 @pytest.mark.parametrize("ends", ["int8", "uint8"])
 def test_integers_of_the_inputs_type_are_taken_as_they_are(converted, ends):
     """As the file's own runtime takes them; floats of the same numbers have the same results."""

@@ -62,6 +62,12 @@ def read_quantized(model: TfliteModel, platform: str, example: Any = None) -> Qu
                 shapes = [[1, *x.shape[1:]] for x in inputs_of(model, [example], {})]
             model.run([np.zeros(shape, np.float32) for shape in shapes])
         facts = model.facts()
+        if not model.unrunnable and any(t.signature[:1] == (-1,) for t in model.inputs):
+            try:
+                model.run([np.zeros([2, *shape[1:]][: len(shape)], np.float32) for shape in shapes])
+            except CaptureError:  # its operators take one sample alone, though its inputs are open
+                for t in model.inputs:
+                    t.signature = (*t.shape[:1], *t.signature[1:])
     with model.content.opened():
         try:
             reading, moved, plan = _read(model, facts, model.opens, platform)
@@ -281,7 +287,10 @@ def _named(model: TfliteModel, facts: Facts, names: dict[int, str], notes: dict[
         for k, t in enumerate(table.subgraphs[0].tensors):
             t.name = names[k].encode()
         for t in model.inputs:
-            table.subgraphs[0].tensors[t.index].shape = np.array(facts.shapes[t.index], np.int32)
+            held = table.subgraphs[0].tensors[t.index]
+            held.shape, held.shapeSignature = (
+                np.array(sizes, np.int32) for sizes in (facts.shapes[t.index], t.signature)
+            )
         entry, content = schema.MetadataT(), schema.BufferT()
         content.data = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         table.buffers.append(content)
