@@ -194,7 +194,7 @@ def test_a_relu_that_a_tool_folded_into_a_quantizer_is_a_relu_again(tmp_path, sc
         ("Sigmoid", ["b"], "c"),
         ("Neg", ["c_f"], "y"),
     )
-    nodes += [helper.make_node(op, inputs, [y]) for op, inputs, y in [*layers, ("Neg", ["c_f"], "y")]]
+    nodes += [helper.make_node(op, inputs, [y], name=f"{y}_q") for op, inputs, y in [*layers, ("Neg", ["c_f"], "y")]]
     ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 4]) for n in "xy"]
     held = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
     graph = helper.make_graph([nodes[k] for k in (0, 3, 6, 1, 4, 7, 8, 2, 5, 9)], "cut", ends[:1], ends[1:], held)

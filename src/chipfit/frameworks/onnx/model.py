@@ -226,12 +226,17 @@ def _inlined(proto: onnx.ModelProto, where: str) -> onnx.ModelProto:
         what = f"Function '{left.domain}.{left.name}' has other versions of operators than the ONNX model"
         got, allowed = (", ".join(f"{o.domain} {o.version}" for o in x.opset_import) for x in (left, proto))
         raise CaptureError(what, where=where, got=got.strip(), allowed=allowed.strip(), hint=hint)
+    name_apart(proto)
+    return proto
+
+
+def name_apart(proto: onnx.ModelProto) -> None:
+    """Give nodes of one name different ones, as ONNX Runtime requires."""
     taken, counts = set[str](), dict[str, int]()
     for node in proto.graph.node:
         if node.name:
             node.name = unique_name(node.name, taken, counts)
             taken.add(node.name)
-    return proto
 
 
 def _check_external(tensor: onnx.TensorProto, stored: StoredWeights, where: str) -> None:

@@ -6,7 +6,7 @@ from onnx import helper, numpy_helper
 
 import chipfit.frameworks.onnx.fused_integers  # noqa: F401 -- registers readers
 from chipfit.frameworks.onnx.integers import ENDS, Expansion, QParams, plain
-from chipfit.frameworks.onnx.model import OnnxModel
+from chipfit.frameworks.onnx.model import OnnxModel, name_apart
 from chipfit.frameworks.onnx.training_tools import with_standard_quantizers
 from chipfit.graph.edit import replace_values
 from chipfit.graph.ir import Graph
@@ -42,12 +42,13 @@ def float_network(model: OnnxModel) -> OnnxModel:
     for n in proto.graph.node:
         n.input[:] = [names.get(i, i) for i in n.input]
         if n.op_type in _QUANTIZERS:
-            n.op_type, n.domain, n.name = "Identity", "", plain(n.name)
+            n.op_type, n.domain = "Identity", ""
             top = None if n.input[0] in given or n.output[0] not in form.made else _bound(form.made[n.output[0]])
             if top is not None:
                 _become_clip(proto, n, {"min": 0.0, "max": top}, expansion.opset)
     for v in (v for v in proto.graph.output if v.name in form.taken):  # floats in place of integers
         v.type.CopyFrom(onnx.TypeProto(tensor_type=onnx.TypeProto.Tensor(elem_type=onnx.TensorProto.FLOAT)))
+    name_apart(proto)
     return OnnxModel.of_proto(_in_float32(proto), model.where)
 
 
