@@ -159,8 +159,11 @@ def _with_moves(graph: Graph, value: str) -> list[str]:
 
 
 def _with_float_biases(graph: Graph, plan: Plan) -> Graph:
-    """Return a graph whose biases are float32: those that were read from a file are float64, to hold 32 bits."""
-    wide = {k for k, t in plan.tensors.items() if t.role == "bias" and graph.weights[k].dtype == torch.float64}
+    """Return a graph whose biases are float32: those that were read from a file are float64, to hold 32 bits.
+
+    A sum of its own may add them, where they are weights.
+    """
+    wide = {k for k in plan.tensors if k in graph.weights and graph.weights[k].dtype == torch.float64}
     weights = {k: w.float() if k in wide else w for k, w in graph.weights.items()}
     return replace(graph, weights=weights) if wide else graph
 

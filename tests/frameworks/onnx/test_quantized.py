@@ -556,6 +556,35 @@ def test_a_file_that_computes_in_float16_is_shown_and_read_in_float32(tmp_path):
     torch.testing.assert_close(run(found, [x])[found.outputs[0]], want.float())
 
 
+def test_a_bias_of_32_bits_that_a_sum_adds_before_a_recurrent_layer_is_read(tmp_path):
+    """The sum of float32 and the bias, which is held in float64, is the layer's input in float32."""
+    draw = np.random.default_rng(0)
+    held = {"s": np.float32(0.03), "z": np.uint8(128), "v": draw.integers(-9, 9, (8, 4)).astype("i1"), "zv": np.int8(0)}
+    held |= {
+        "b": draw.integers(-99, 99, 4).astype("i4"),
+        "zb": np.int32(0),
+        "w": draw.normal(size=(1, 9, 4)).astype("f4"),
+    }
+    held["r"] = draw.normal(size=(1, 9, 3)).astype("f4")
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"]),
+        helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_f"]),
+        helper.make_node("DequantizeLinear", ["v", "s", "zv"], ["v_f"]),
+        helper.make_node("DequantizeLinear", ["b", "s", "zb"], ["b_f"]),
+        helper.make_node("MatMul", ["x_f", "v_f"], ["a"]),
+        helper.make_node("Add", ["b_f", "a"], ["c"]),
+        helper.make_node("GRU", ["c", "w", "r"], ["y"], hidden_size=3),
+    ]
+    ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, "n", 8])]
+    outs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [5, 1, "n", 3])]
+    graph = helper.make_graph(
+        nodes, "sum", ends, outs, [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
+    )
+    opsets = [helper.make_opsetid("", 17)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "sum.onnx")
+    assert chipfit.verify_file(tmp_path / "sum.onnx", [torch.randn(5, 2, 8)]).checked
+
+
 def test_biases_that_a_tool_stores_once_keep_their_own_scales(tmp_path):
     """Two layers with the bias 0, whose integers are equal and whose scales are not."""
     torch.manual_seed(0)
