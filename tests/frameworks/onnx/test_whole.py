@@ -220,6 +220,48 @@ def test_a_part_that_is_replaced_is_between_what_is_before_and_behind_it(start):
     assert [n.op for n in graph.nodes if n.op not in ("TopK", "Slice")] == ["Concat"]
 
 
+#: indices of ScatterND or ScatterElements, the numbers or "rows" of x that they place on axis 1, and the nodes read
+PUT = {
+    "one number": (np.array([[0, 5], [1, 5]])[:, None], np.full((2, 1), 3.0, "f4"), ["Where"]),
+    "places in another order": (np.array([[5, 0, 2], [5, 0, 2]]), "rows", ["Concat", "Gather"]),
+    "places counted from the end": (np.array([[-2, -1], [-2, -1]]), "rows", ["Concat"]),
+    "all places": (np.array([[0, 1, 2, 3, 4, 5]] * 2), "rows", []),
+    "other places in each row": (np.array([[0, 1], [1, 2]]), "rows", ["Opaque"]),
+    "a place twice": (np.array([[1, 1], [1, 1]]), "rows", ["Opaque"]),
+}
+
+
+@pytest.mark.parametrize(("at", "new", "ops"), PUT.values(), ids=PUT)
+def test_values_at_fixed_places_of_one_axis_are_joined_with_the_others(at, new, ops):
+    kind, constants = ("ScatterND", {"at": at}) if at.ndim > 2 else ("ScatterElements", {"at": at})
+    how = {"axis": 1} if kind == "ScatterElements" else {}
+    nodes = [helper.make_node("Relu", ["x"], ["data"]), helper.make_node(kind, ["data", "at", "new"], ["y"], **how)]
+    if isinstance(new, str):
+        constants |= {"start": np.array([0]), "end": np.array([at.shape[1]]), "axes": np.array([1])}
+        nodes.insert(0, helper.make_node("Slice", ["x", "start", "end", "axes"], ["new"]))
+    else:
+        constants["new"] = new
+    model, x = small(nodes, {"x": [2, 6]}, ["y"], constants), torch.randn(2, 6)
+    graph = capture(model, (x,))
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    np.testing.assert_array_equal(run(graph, [x])[graph.outputs[0]], want)
+    assert [n.op for n in graph.nodes if n.op not in ("Relu", "Slice")] == ops
+
+
+def test_a_file_whose_operators_have_fixed_the_batch_is_read_by_whole_batches():
+    """Exporters leave the batch of a traced example in shapes, behind an input whose batch is open."""
+    constants = {"shape": np.array([4, -1]), "w": np.ones((6, 2), "f4")}
+    nodes = [
+        helper.make_node("Reshape", ["x", "shape"], ["flat"]),
+        helper.make_node("MatMul", ["flat", "w"], ["y"]),
+    ]
+    model = small(nodes, {"x": ["n", 2, 3]}, ["y"], constants)
+    result = chipfit.quantize(model, [torch.randn(4, 2, 3) for _ in range(2)], progress=False)
+    assert result.graph.shape(result.graph.inputs[0]) == (4, 2, 3)
+    with pytest.raises(CaptureError, match="give batches of the size of its export"):
+        chipfit.quantize(model, [torch.randn(3, 2, 3)], progress=False)
+
+
 def test_a_file_that_fails_gives_the_reason_of_its_own_batch():
     nodes = [helper.make_node("Reshape", [x, n], [y]) for x, n, y in (("x", "two", "v"), ("v", "three", "y"))]
     model = small(nodes, {"x": [1, 2]}, ["y"], {"two": np.array([2]), "three": np.array([3])})

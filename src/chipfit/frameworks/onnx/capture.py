@@ -10,7 +10,7 @@ import torch
 
 from chipfit.engine.run import first_deviation, run
 from chipfit.engine.trees import dump_call, dump_result
-from chipfit.errors import CaptureError, DataError, first_line
+from chipfit.errors import CaptureError, DataError, RefusedCall, first_line
 from chipfit.frameworks.onnx.limits import TRAPPING, traps
 from chipfit.frameworks.onnx.model import OnnxModel, dims_of, opened, refuse_quantized
 from chipfit.frameworks.onnx.requantize import float_network, without_idle_clips
@@ -134,7 +134,11 @@ def _of_one_batch(
         except CaptureError as e:
             failed = failed or _of_fixed_batch(tried, _without_locals(e), given, fixed)
     assert failed is not None, "one way is tried at least"
-    raise failed
+    if fixed:
+        raise failed
+    hint = failed.hint or "where operators of the file fix the batch, give batches of the size of its export"
+    refused = RefusedCall(failed.what, where=failed.where, got=failed.got, allowed=failed.allowed, hint=hint)
+    raise refused.with_traceback(failed.__traceback__) from failed
 
 
 def _of_fixed_batch(

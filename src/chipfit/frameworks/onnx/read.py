@@ -803,31 +803,6 @@ def _top_k(c: OnnxCall) -> Any:
     return c.steps("TopK", [x], names, **attrs)
 
 
-@reads("ScatterND")
-def _scatter_nd(c: OnnxCall) -> Any:
-    """Read a part of one axis that is replaced as a Concat of the values before, the new part and the values behind."""
-    x, places, new = c.operand(0), present(c.operand(1).constant), c.operand(2)
-    sizes = places.shape[:-1]
-    whole = [d for d in x.shape[: len(sizes)] if d]
-    require(places.size and len(sizes) == len(whole) == places.shape[-1])
-    places = places % whole
-    first, axes = places.reshape(-1, len(sizes))[0], [k for k, d in enumerate(sizes) if d != whole[k]]
-    box = np.moveaxis(np.indices(sizes), 0, -1) + first
-    require(len(axes) <= 1 and np.array_equal(places, box) and c.attr("reduction") in (None, "none"))
-    if not axes:
-        return new
-    axis, start = axes[0], int(first[axes[0]])
-    before, after = (_span(c, x, axis, a, b) for a, b in ((0, start), (start + sizes[axis], whole[axis])))
-    return c.emit("Concat", [*before, new, *after], axis=axis)
-
-
-def _span(c: OnnxCall, x: Operand, axis: int, start: int, end: int) -> list[Operand]:
-    """Return a part of an axis; none of no elements."""
-    if x.constant is not None and not x.name and start < end:
-        return [c.builder.constants([x.constant.take(range(start, end), axis)])]
-    return [c.step("Slice", [x], axis=axis, start=start, end=end, step=1)] if start < end else []
-
-
 @reads("Tile")
 def _tile(c: OnnxCall) -> Any:
     repeats = present(c.integers("", 1))

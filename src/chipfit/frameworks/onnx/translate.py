@@ -11,7 +11,8 @@ from onnx.reference import ReferenceEvaluator
 
 import chipfit.frameworks.onnx.einsum
 import chipfit.frameworks.onnx.recurrent
-import chipfit.frameworks.onnx.resize  # noqa: F401 -- registers readers
+import chipfit.frameworks.onnx.resize
+import chipfit.frameworks.onnx.scatter  # noqa: F401 -- registers readers
 from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.frameworks.onnx.call import OnnxCall, OnnxGraphBuilder, Operand
 from chipfit.frameworks.onnx.functions import body
