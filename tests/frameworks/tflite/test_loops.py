@@ -110,11 +110,26 @@ def composite_of(content):
     return packed(table)
 
 
+def signature(name, graph):
+    """Return the signature of a network from tensor 0 to tensor 1."""
+    made = schema.SignatureDefT()
+    made.signatureKey, made.subgraphIndex, ends = name.encode(), graph, (schema.TensorMapT(), schema.TensorMapT())
+    for k, end in enumerate(ends):
+        end.name, end.tensorIndex = f"{name}_{'xy'[k]}".encode(), k
+    made.inputs, made.outputs = [ends[0]], [ends[1]]
+    return made
+
+
 def test_a_composite_is_read_as_the_operators_that_it_stands_for():
     content = composite_of(file_of("NEG", ["x"]))
     graph = capture(TfliteModel(content), [torch.ones(1, 4)])
     assert [n.op for n in graph.nodes] == ["Neg"] and graph.outputs == ["y"]
     table = schema.ModelT.InitFromPackedBuf(content, 0)
+    table.signatureDefs = [signature("other", 1), signature("main", 0)]
+    model = TfliteModel(packed(table))
+    graph = capture(model, [torch.ones(1, 4)])
+    assert model.names == ["main_x"] and [n.op for n in graph.nodes] == ["Neg"]
+    assert "warning: the file has more networks, which are left out: other" in graph.notes
     table.subgraphs[0].operators[0].builtinOptions2.decompositionSubgraphIndex = 0
     with pytest.raises(CaptureError, match="calls itself"):
         TfliteModel(packed(table))

@@ -54,9 +54,10 @@ def unroll_loops(table: Any) -> bool:
     graph.tensors, graph.operators, table.buffers = out.tensors, out.operators, out.buffers
     graph.outputs = [out.whole(names[int(i)]) for i in graph.outputs]
     for signature in table.signatureDefs or ():
-        for m in signature.outputs or ():
+        for m in (signature.outputs or ()) if signature.subgraphIndex == 0 else ():
             m.tensorIndex = out.whole(names[int(m.tensorIndex)])
-    if not {_OPERATOR.CALL_ONCE, _OPERATOR.IF} & {codes[op.opcodeIndex] for op in out.operators}:
+    several = any(s.subgraphIndex for s in table.signatureDefs or ())
+    if not several and not {_OPERATOR.CALL_ONCE, _OPERATOR.IF} & {codes[op.opcodeIndex] for op in out.operators}:
         table.subgraphs = [graph]
     return True
 

@@ -246,7 +246,10 @@ class TfliteModel:
         self.tensors = [Tensor(k, t, self.content, spans[k]) for k, t in enumerate(graph.tensors)]
         self.operators = [Operator(o, table.operatorCodes[o.opcodeIndex]) for o in graph.operators]
         self.has_custom = any(code.customCode for code in table.operatorCodes)
-        named = {m.tensorIndex: m.name.decode() for s in (table.signatureDefs or ())[:1] for m in s.inputs or ()}
+        signatures = table.signatureDefs or ()
+        first = [s for s in signatures if s.subgraphIndex == 0][:1]
+        self.left_out = [s.signatureKey.decode() for s in signatures if s.subgraphIndex != 0]  #: further networks
+        named = {m.tensorIndex: m.name.decode() for s in first for m in s.inputs or ()}
         self.names = [named.get(int(i), self.tensors[int(i)].name) for i in graph.inputs]  #: of inputs, for callers
         self.inputs, self.outputs = ([self.tensors[int(i)] for i in ids] for ids in (graph.inputs, graph.outputs))
 

@@ -68,6 +68,8 @@ class Reading:
         for t in self.model.inputs:
             self.values[t.index] = self.builder.value(t.name, self.shape(t), t.dtype)
             graph.inputs.append(t.name)
+        if self.model.left_out:
+            self.warn(f"the file has more networks, which are left out: {', '.join(self.model.left_out)}")
         needed, stack = set[int](), [t.index for t in self.model.outputs]
         while stack:
             op = producers.get(stack.pop())
