@@ -248,6 +248,21 @@ def test_values_at_fixed_places_of_one_axis_are_joined_with_the_others(at, new, 
     assert [n.op for n in graph.nodes if n.op not in ("Relu", "Slice")] == ops
 
 
+@pytest.mark.parametrize("rows", [[1, 2], [3, 0]])
+def test_a_box_of_two_axes_is_replaced_along_one_after_the_other(rows):
+    at = np.stack(np.meshgrid([0, 1], rows, [2, 3, 4], indexing="ij"), -1)
+    constants = {"at": at, "start": np.array([0, 0]), "end": np.array([2, 3]), "axes": np.array([1, 2])}
+    nodes = [
+        helper.make_node("Slice", ["x", "start", "end", "axes"], ["new"]),
+        helper.make_node("ScatterND", ["x", "at", "new"], ["y"]),
+    ]
+    model, x = small(nodes, {"x": [2, 4, 5]}, ["y"], constants), torch.randn(2, 4, 5)
+    graph = capture(model, (x,))
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    np.testing.assert_array_equal(run(graph, [x])[graph.outputs[0]], want)
+    assert {n.op for n in graph.nodes} <= {"Slice", "Concat", "Gather"}
+
+
 def test_a_file_whose_operators_have_fixed_the_batch_is_read_by_whole_batches():
     """Exporters leave the batch of a traced example in shapes, behind an input whose batch is open."""
     constants = {"shape": np.array([4, -1]), "w": np.ones((6, 2), "f4")}

@@ -1,6 +1,6 @@
-"""Readers of ScatterND and ScatterElements that replace elements at fixed places of one axis."""
+"""Readers of ScatterND and ScatterElements that replace elements at fixed places."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,16 @@ from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.read import reads
 from chipfit.frameworks.reading import present, require
 
-#: axis and places where every element is replaced
-_WHOLE: tuple[int, list[int]] = (-1, [])
+#: an axis and the places on it
+Part = tuple[int, list[int]]
 
 
 @reads("ScatterND")
 def _scatter_nd(c: OnnxCall) -> Any:
-    """Read indices that count the axes of x, all but one of them from 0 to the end."""
+    """Read indices that count the first axes of x."""
     x, index = c.operand(0), c.operand(1)
     pairs = zip(index.numbers, (m.shape for m in x.metas), strict=False)
-    found = [_places_of(n, n.shape[:-1], shape[: n.shape[-1]]) for n, shape in pairs]
-    return _replaced(c, found)
+    return _replaced_in_all(c, [_parts_of(n, n.shape[:-1], shape[: n.shape[-1]]) for n, shape in pairs])
 
 
 @reads("ScatterElements")
@@ -33,53 +32,59 @@ def _scatter_elements(c: OnnxCall) -> Any:
         require(n.size and all(n.shape[k] == m.shape[k] for k in others))
         places = n[tuple(slice(None) if k == axis else 0 for k in range(n.ndim))] % m.shape[axis]
         require((n % m.shape[axis] == np.expand_dims(places, others)).all())
-        found.append(_part(axis, places, m.shape[axis]))
-    return _replaced(c, found)
+        found.append([] if np.array_equal(places, np.arange(m.shape[axis])) else [(axis, places.tolist())])
+    return _replaced_in_all(c, found)
 
 
-def _places_of(index: np.ndarray, sizes: Sequence[int], whole: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the axis along which indices [*sizes, axes] leave out elements, or change their order, and its places.
+def _parts_of(index: np.ndarray, sizes: Sequence[int], whole: Sequence[int]) -> list[Part]:
+    """Return the axes along which indices [*sizes, axes] leave out elements, or change their order, and their places.
 
     Raises:
-        Unreadable: They do so along several axes.
+        Unreadable: The places on one axis depend on those on another.
     """
     require(index.size and len(sizes) == len(whole))
     places = index % np.array(whole)
     lines = [np.moveaxis(places[..., k], k, 0).reshape(size, -1)[:, 0] for k, size in enumerate(sizes)]
     require(np.array_equal(places, np.stack(np.meshgrid(*lines, indexing="ij"), -1)))
-    parts = [p for k, line in enumerate(lines) if (p := _part(k, line, whole[k])) != _WHOLE]
-    require(len(parts) <= 1)
-    return parts[0] if parts else _WHOLE
+    changed = [k for k, line in enumerate(lines) if not np.array_equal(line, np.arange(whole[k]))]
+    return [(k, lines[k].tolist()) for k in changed]
 
 
-def _part(axis: int, places: np.ndarray, size: int) -> tuple[int, list[int]]:
-    return _WHOLE if np.array_equal(places, np.arange(size)) else (axis, places.tolist())
-
-
-def _replaced(c: OnnxCall, found: Sequence[tuple[int, list[int]]]) -> Any:
-    """Read x with operand 2, or with one number, at the same places of one axis in all variants.
+def _replaced_in_all(c: OnnxCall, found: Sequence[list[Part]]) -> Any:
+    """Read x with operand 2, or with one number, at the same places in all variants of the sizes.
 
     Raises:
         Unreadable: The places differ between variants or occur twice, or elements are added to those of x.
     """
     x, new = c.operand(0), c.operand(2)
     require(found and all(f == found[0] for f in found) and c.attr("reduction") in (None, "none"))
-    axis, places = found[0]
-    if found[0] == _WHOLE:
+    require(all(x.shape[axis] is not None and len({*places}) == len(places) for axis, places in found[0]))
+    numbers = {float(n.flat[0]) for n in new.numbers if (n == n.flat[0]).all()}
+    if not found[0] or len(numbers) != 1 or len(new.numbers) != len(x.metas):
+        return _replaced(c, x, found[0], new, c.emit)
+    mask = torch.zeros([present(x.shape[k]) if k in dict(found[0]) else 1 for k in range(x.rank)], dtype=torch.bool)
+    mask[np.ix_(*(dict(found[0]).get(k, [0]) for k in range(x.rank)))] = True
+    number = c.new_weight(torch.tensor(numbers.pop(), dtype=x.dtype), "number")
+    return c.emit("Where", [c.new_weight(mask, "places"), number, x])
+
+
+def _replaced(c: OnnxCall, x: Operand, parts: Sequence[Part], new: Operand, append: Callable[..., Operand]) -> Operand:
+    """Return x with other values in a part of it; `append` appends the last node."""
+    if not parts:
         return new
-    size = present(x.shape[axis])
-    require(len({*places}) == len(places))
-    numbers = {n.item() for every in new.numbers for n in every.reshape(-1)[:1]}
-    if len(numbers) == 1 and all((n == next(iter(numbers))).all() for n in new.numbers):
-        mask = torch.zeros(size, dtype=torch.bool).index_fill(0, torch.tensor(places), True)
-        number = c.new_weight(torch.tensor(numbers.pop(), dtype=x.dtype), "number")
-        return c.emit("Where", [c.new_weight(mask.reshape(-1, *[1] * (x.rank - axis - 1)), "places"), number, x])
-    if places == list(range(places[0], places[0] + len(places))):
-        before, after = (_span(c, x, axis, a, b) for a, b in ((0, places[0]), (places[-1] + 1, size)))
-        return c.emit("Concat", [*before, new, *after], axis=axis)
+    (axis, places), *rest = parts
+    size, start, end = present(x.shape[axis]), places[0], places[-1] + 1
+    if places == list(range(start, end)):
+        if rest:
+            new = _replaced(c, _span(c, x, axis, start, end)[0], rest, new, c.step)
+        before, after = _span(c, x, axis, 0, start), _span(c, x, axis, end, size)
+        return append("Concat", [*before, new, *after], axis=axis)
+    if rest:
+        own = c.step("Gather", [x, c.new_weight(torch.tensor(places), "places")], axis=axis)
+        new = _replaced(c, own, rest, new, c.step)
     order = torch.arange(size)
     order[places] = size + torch.arange(len(places))
-    return c.emit("Gather", [c.step("Concat", [x, new], axis=axis), c.new_weight(order, "order")], axis=axis)
+    return append("Gather", [c.step("Concat", [x, new], axis=axis), c.new_weight(order, "order")], axis=axis)
 
 
 def _span(c: OnnxCall, x: Operand, axis: int, start: int, end: int) -> list[Operand]:

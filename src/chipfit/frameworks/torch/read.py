@@ -298,19 +298,41 @@ def _take_along(c: TorchCall) -> Any:
 
 @reads("scatter")
 def _scatter_one(c: TorchCall) -> Any:
-    """Read one element of each row that gets another value as a selection, as of `argmax` with `keepdim`."""
+    """Read elements at fixed places of an axis as those of a part of it, and one element of each row as a selection.
+
+    The latter may depend on data, as `argmax` with `keepdim`.
+    """
     x, index = c.tensor("self"), c.tensor("index")
     dim, same = c.static("dim") % max(x.dim(), 1), c.builder.same_size
-    require(c.args.get("reduce") is None and x.dim() > 0 and index.shape[dim] == 1 and isinstance(x.shape[dim], int))
+    require(c.args.get("reduce") is None and x.dim() > 0 and isinstance(x.shape[dim], int))
     require(all(k == dim or same(x.shape[k], index.shape[k]) for k in range(x.dim())))
     if "src" in c.args:
         require(all(map(same, c.tensor("src").shape, index.shape)))
         new = c.value("src")
     else:
         new = c.builder.scalar(c.node.name, c.static("value"), c.result)
-    places = torch.arange(x.shape[dim], dtype=index.dtype).view([-1 if k == dim else 1 for k in range(x.dim())])
-    hit = c.step("Equal", [c.value("index"), c.builder.constant(f"{c.node.name}.places", places)])
+    if (places := _fixed_places(c, dim)) and "src" in c.args:
+        return _replaced(c, dim, places, new)
+    sides = [-1 if k == dim else 1 for k in range(x.dim())]
+    if places:
+        mask = torch.zeros(x.shape[dim], dtype=torch.bool).index_fill(0, torch.tensor(places), True)
+        return c.emit("Where", [c.builder.constant(f"{c.node.name}.places", mask.view(sides)), new, c.value("self")])
+    require(index.shape[dim] == 1)
+    every = torch.arange(x.shape[dim], dtype=index.dtype).view(sides)
+    hit = c.step("Equal", [c.value("index"), c.builder.constant(f"{c.node.name}.places", every)])
     return c.emit("Where", [hit, new, c.value("self")])
+
+
+def _fixed_places(c: TorchCall, dim: int) -> list[int]:
+    """Return the places on an axis that a constant index has for all elements of the others; [] if there are none."""
+    name, weights = c.value("index"), c.builder.graph.weights
+    made = next((n for n in reversed(c.builder.graph.nodes) if name in n.outputs), None)
+    index = weights.get(made.inputs[0] or "" if made is not None and made.op == "Expand" else name)
+    if index is None or index.dim() != c.rank or not index.numel():
+        return []
+    line = index.movedim(dim, -1).reshape(-1, index.shape[dim])
+    fixed = bool((line == line[0]).all()) and len(line[0].unique()) == line.shape[1] == c.tensor("index").shape[dim]
+    return [int(k) for k in line[0]] if fixed else []
 
 
 @reads("cdist")
