@@ -137,7 +137,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
     "Stack": [([(2, 3, 4)] * 3, {"axis": 2}, {}), ([(2, 3, 4)] * 3, {"axis": -2}, {})],
     "Unstack": [([(2, 4, 3)], {"axis": -1}, {}), ([(2, 4, 3)], {"axis": 1}, {})],
     "NotEqual": [([X, X], {}, {})],
-    "FloorDiv": [([X, X], {}, {})],
+    **{op: [([X, X], {}, {})] for op in ("FloorDiv", "SquaredDifference")},
     "Tile": [([UNEQUAL], {"repeats": (1, 2, 1, 3)}, {}), ([UNEQUAL], {"repeats": (1, 1, 1, 1)}, {})],
     "Expand": [([(2, 1, 4, 1)], {"shape": (-1, 6, -1, 5)}, {})],
 }

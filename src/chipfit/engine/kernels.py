@@ -229,6 +229,7 @@ _BY_NAME: dict[str, Kernel] = {
     "stack": lambda *xs, axis: torch.stack(xs, axis),
     "size": lambda x, *, axis: x.shape[axis],
     "expand": lambda x, *sizes, shape: x.expand(_filled(x, shape, sizes)),
+    "squared_difference": lambda x, y: torch.sub(x, y).square(),
     "reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
     **by_name(
         *(conv, conv_transpose, prelu, floor_divide, curve, max_pool, avg_pool, reduce_prod, pad, top_k, resize),

@@ -170,6 +170,12 @@ def _floor_divide(new: NewNodes, n: Node) -> str:
     return new.formula("floor(div(a, b, gives=shape))", a=n.inputs[0], b=n.inputs[1], shape=new.shape(n.output))
 
 
+def _squared_difference(new: NewNodes, n: Node) -> str:
+    shape = new.shape(n.output)
+    apart = new("Sub", *n.inputs, gives=shape)
+    return new("Mul", apart, apart, gives=shape)
+
+
 def _reduce_l2(new: NewNodes, n: Node) -> str:
     return new("Sqrt", new("Sum", new("Mul", n.data, n.data), gives=new.shape(n.output), **n.attrs))
 
@@ -482,7 +488,7 @@ _BY_NAME: dict[str, Rule] = {
 } | by_name(
     *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _floor_divide, _adaptive, _split_groups),
     *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _resize, _space_to_depth),
-    *(_channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn, grid_sample),
+    *(_squared_difference, _channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn, grid_sample),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}

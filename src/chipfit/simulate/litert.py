@@ -199,6 +199,17 @@ def _add(c: KernelCall, sign: int = 1) -> None:
     c.write_result(_rescaled(c, sign))
 
 
+def _squared_difference(c: KernelCall) -> None:
+    """Square the difference of both operands, shifted left and at twice the larger scale."""
+    left = 0 if c.wide else 7
+    names = (c.x, c.second)
+    scales = [c.scale(i).double() for i in names]
+    twice = 2 * torch.maximum(*scales)
+    a, b = (fixed_point(c.centred(i).long() << left, s / twice, "away") for i, s in zip(names, scales, strict=True))
+    real = twice.square() / ((1 << 2 * left) * c.scale(c.out).double())
+    c.write_result(fixed_point((a - b).square(), real, "away"))
+
+
 def contiguous_elements(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many elements of two broadcast operands optimised kernels process as one contiguous row.
 
@@ -660,7 +671,7 @@ _FUNCTIONS: dict[str, Callable[..., None]] = {
 } | by_name(
     *(_convolution, _linear, _mat_mul, _add, _add_optimized, _add_xnnpack, _mul, _rectifier, _leaky, _leaky_xnnpack),
     *(prelu, _lookup, _hard_swish, _abs, _rsqrt, _l2_norm, _requantize, _requantize_optimized, _requantize_xnnpack),
-    *(_mean, _mean_optimized, _mean_xnnpack, _avg_pool, _lookup, _rows, _copied),
+    *(_squared_difference, _mean, _mean_optimized, _mean_xnnpack, _avg_pool, _lookup, _rows, _copied),
 )
 _FUNCTIONS |= recurrent.FUNCTIONS["litert"]
 Tables = tuple[dict[str, Kernel], dict[str, Kernel], dict[str, Kernel]]

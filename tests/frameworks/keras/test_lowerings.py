@@ -46,7 +46,10 @@ CASES = [
         for low in (-128, -127)
         for per in ("tensor", "row")
     ),
-    *((op, [IMAGE, IMAGE], {}) for op in ("Add", "Sub", "Mul", "Max", "Min", "Div", "Mod", "FloorDiv")),
+    *(
+        (op, [IMAGE, IMAGE], {})
+        for op in ("Add", "Sub", "Mul", "Max", "Min", "Div", "Mod", "FloorDiv", "SquaredDifference")
+    ),
     *((op, [IMAGE, W(4, 1, 1)], {}) for op in ("Add", "Sub", "Mul", "Max", "Pow")),
     *((op, [IMAGE, IMAGE], {}) for op in ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")),
     *((op, [IMAGE], {"axes": (2, 3), "keepdims": keep}) for op in REDUCE for keep in (True, False)),

@@ -67,7 +67,15 @@ def upscaled(tf, x):
     return tf.nn.depth_to_space(tf.nn.relu(tf.nn.conv2d(x, kernel(3, 3, 3, 8), 1, "VALID") + kernel(8)), 2)
 
 
+def normalized(tf, x):
+    y = tf.nn.conv2d(x, kernel(3, 3, 3, 6), 1, "SAME") + kernel(6)
+    apart = tf.math.squared_difference(y, tf.reduce_mean(y, -1, keepdims=True))
+    y = y * tf.math.rsqrt(tf.reduce_mean(apart, -1, keepdims=True) + 0.1)
+    return tf.math.squared_difference(tf.nn.conv2d(x, 9 * kernel(3, 3, 3, 6), 1, "SAME"), y)
+
+
 NETWORKS = {"upscaled": upscaled, "shuffled": shuffled, "branches": branches, "curves": curves, "resized": resized}
+NETWORKS["normalized"] = normalized
 
 
 @pytest.fixture(scope="module")

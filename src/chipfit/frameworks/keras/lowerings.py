@@ -354,6 +354,7 @@ _LAYERS: dict[str, Choose] = by_name(
     *(_global_average, _reshape, _permute, _zeros, _upsampling),
 )
 _KERNELS: dict[str, Kernel] = {
+    "squared_difference": lambda x, y: ops.square(x - y),
     "mish": lambda x: x * ops.tanh(ops.softplus(x)),
     "prelu": lambda x, w: ops.maximum(x, 0.0) + w * ops.minimum(x, 0.0),
     "gelu": lambda x, *, approximate: ops.gelu(x, approximate == "tanh"),

@@ -491,12 +491,6 @@ def _square(c: Call) -> Value:
     return c.emit("Mul", [c.value(0), c.value(0)])
 
 
-@reads("SQUARED_DIFFERENCE")
-def _squared_difference(c: Call) -> Value:
-    d = c.step("Sub", [c.operand(0), c.operand(1)])
-    return c.emit("Mul", [d, d])
-
-
 @reads("ADD_N")
 def _add_n(c: Call) -> Value:
     total = c.operand(0)
