@@ -223,6 +223,7 @@ def test_a_part_that_is_replaced_is_between_what_is_before_and_behind_it(start):
 #: indices of ScatterND or ScatterElements, the numbers or "rows" of x that they place on axis 1, and the nodes read
 PUT = {
     "one number": (np.array([[0, 5], [1, 5]])[:, None], np.full((2, 1), 3.0, "f4"), ["Where"]),
+    "numbers beyond one": (np.array([[0, 5], [1, 5]])[:, None], np.array([[3], [4]], "f4"), ["Concat"]),
     "places in another order": (np.array([[5, 0, 2], [5, 0, 2]]), "rows", ["Concat", "Gather"]),
     "places counted from the end": (np.array([[-2, -1], [-2, -1]]), "rows", ["Concat"]),
     "all places": (np.array([[0, 1, 2, 3, 4, 5]] * 2), "rows", []),

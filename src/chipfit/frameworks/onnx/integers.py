@@ -187,9 +187,8 @@ class Expansion:
         self.users: dict[str, list[onnx.NodeProto]] = {}
         self.makers: dict[str, onnx.NodeProto] = {}
         self.foldable: set[str] = set()  #: tensors that depend on constants alone
-        self.small_floats: dict[
-            str, Any
-        ] = {}  #: floats of 8 bits or less that a quantizer makes -> their array if constant
+        #: floats of 8 bits or less that a quantizer makes -> their array if constant
+        self.small_floats: dict[str, Any] = {}
         self.done: set[int] = set()  #: nodes that were read with an earlier one
         self.taken = {*self.initialisers, *(v.name for v in model.graph.input)}
         for n in model.graph.node:

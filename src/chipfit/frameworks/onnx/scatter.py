@@ -59,8 +59,8 @@ def _replaced_in_all(c: OnnxCall, found: Sequence[list[Part]]) -> Any:
     x, new = c.operand(0), c.operand(2)
     require(found and all(f == found[0] for f in found) and c.attr("reduction") in (None, "none"))
     require(all(x.shape[axis] is not None and len({*places}) == len(places) for axis, places in found[0]))
-    numbers = {float(n.flat[0]) for n in new.numbers if (n == n.flat[0]).all()}
-    if not found[0] or len(numbers) != 1 or len(new.numbers) != len(x.metas):
+    numbers = {k for n in new.numbers for k in np.unique(n).tolist()}
+    if not found[0] or len(numbers) != 1:
         return _replaced(c, x, found[0], new, c.emit)
     mask = torch.zeros([present(x.shape[k]) if k in dict(found[0]) else 1 for k in range(x.rank)], dtype=torch.bool)
     mask[np.ix_(*(dict(found[0]).get(k, [0]) for k in range(x.rank)))] = True
