@@ -125,10 +125,8 @@ class _Rewriting:
         fields |= {} if spec.axis is None else {"axis": spec.axis}
         if array is not None:
             q = self.hold(f"{x}_quantized", spec.quantize(array).astype(spec.kind))
-            operands = (
-                [q, scale] if spec.kind == "int32" else [q, scale, self.hold(f"{y}/zero", spec.zero.astype(spec.kind))]
-            )
-            return [helper.make_node("DequantizeLinear", operands, [y], n.name, **fields)]
+            zeros = [] if spec.kind == "int32" else [self.hold(f"{y}/zero", spec.zero.astype(spec.kind))]
+            return [helper.make_node("DequantizeLinear", [q, scale, *zeros], [y], n.name, **fields)]
         zero, q = self.hold(f"{y}/zero", spec.zero.astype(spec.kind)), self.source.fresh(f"{y}_quantized")
         nodes = [helper.make_node("QuantizeLinear", [x, scale, zero], [q], q, **fields)]
         if spec.ends != ENDS[spec.kind]:

@@ -33,10 +33,8 @@ def scale_biases(table: Any) -> bool:
         if bias.type not in _WIDE or not wanted.size or known:
             continue
         new = copy.copy(bias)
-        new.name, new.quantization = (
-            (bias.name or b"bias") + b"_%d" % int(op.outputs[0]),
-            schema.QuantizationParametersT(),
-        )
+        new.name = (bias.name or b"bias") + b"_%d" % int(op.outputs[0])
+        new.quantization = schema.QuantizationParametersT()
         new.quantization.scale, new.quantization.zeroPoint = wanted, np.zeros(wanted.size, np.int64)
         op.inputs, found = np.array(op.inputs), True
         op.inputs[places[2]] = len(graph.tensors)

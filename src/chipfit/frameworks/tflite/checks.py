@@ -119,9 +119,8 @@ def check_subgraphs(table: Any, where: str) -> None:
 
 
 def _options(op: Any) -> Iterable[tuple[str, Any]]:
-    return (
-        item for table in (op.builtinOptions, op.builtinOptions2) if table is not None for item in vars(table).items()
-    )
+    tables = [table for table in (op.builtinOptions, op.builtinOptions2) if table is not None]
+    return (item for table in tables for item in vars(table).items())
 
 
 def check_tables(table: Any, kinds: Sequence[str], sizes: Sequence[int | None], where: str) -> None:

@@ -288,9 +288,8 @@ def _named(model: TfliteModel, facts: Facts, names: dict[int, str], notes: dict[
             t.name = names[k].encode()
         for t in model.inputs:
             held = table.subgraphs[0].tensors[t.index]
-            held.shape, held.shapeSignature = (
-                np.array(sizes, np.int32) for sizes in (facts.shapes[t.index], t.signature)
-            )
+            held.shape = np.array(facts.shapes[t.index], np.int32)
+            held.shapeSignature = np.array(t.signature, np.int32)
         entry, content = schema.MetadataT(), schema.BufferT()
         content.data = np.frombuffer(json.dumps(notes).encode(), np.uint8)
         table.buffers.append(content)
