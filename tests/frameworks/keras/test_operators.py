@@ -22,7 +22,7 @@ from tests.keras_zoo import on_others, randomize  # noqa: E402
 #: operator -> why no Keras model is read as it
 NOT_READ = {
     "InstanceNorm": "Keras has no such layer",
-    "SVDF": "TensorFlow Lite's own",
+    **dict.fromkeys(("SVDF", "SquaredDifference"), "TensorFlow Lite's own"),
     "Curve": "made by a pass from several operators",
     "DynamicQuantize": "put in where a kernel rounds what it reads",
     "Requantize": "put in where a plan wants another grid",

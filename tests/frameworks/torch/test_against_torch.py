@@ -525,6 +525,7 @@ NEVER = {
     "Requantize": "inserted by `decide`, where a tensor changes its grid",
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
     "SVDF": "TensorFlow Lite's own; its files are read",
+    "SquaredDifference": "TensorFlow Lite's own; its files are read",
     "Identity": "torch.export leaves no identities; other readers keep them",
 }
 
