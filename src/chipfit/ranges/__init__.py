@@ -68,7 +68,7 @@ def choose(
     if key in cache:
         return cache[key]
     place = rule_of(rule, **settings)
-    statistic = str(getattr(place, "statistic", ""))
+    statistic = _statistic(place)
     extra = (source.extras if isinstance(source, TensorStats) else extras).get(statistic)
     if block is not None and axis is not None and isinstance(source, torch.Tensor):
         parts = in_blocks(source, axis, block)
@@ -151,7 +151,11 @@ def _has_two_parameters(rule: Callable[..., Any]) -> bool:
 
 def statistic_of(rule: Rule) -> str:
     """Return the name of the statistic that a rule declares in its attribute `statistic`; "" if none."""
-    return str(getattr(rule_of(rule), "statistic", ""))
+    return _statistic(rule_of(rule))
+
+
+def _statistic(place: Callable[[Sample, Grid], QParams]) -> str:
+    return str(getattr(place, "statistic", ""))
 
 
 def needs_histogram(rule: Rule) -> bool:

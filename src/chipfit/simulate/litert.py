@@ -185,13 +185,19 @@ def _mat_mul(c: KernelCall, how: str) -> None:
 # XNNPACK leaves scales that are far apart to LiteRT.
 
 
-def _rescaled(c: KernelCall, sign: int = 1, how: str = "away") -> Tensor:
-    """Add both operands, shifted left and at twice the larger scale, and bring the sum to the result's scale."""
-    left = 15 if c.wide else 20
+def _at_one_scale(c: KernelCall, left: int, how: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return both operands, shifted left and at twice the larger scale, and that scale."""
     names = (c.x, c.second)
     scales = [c.scale(i).double() for i in names]
     twice = 2 * torch.maximum(*scales)
     a, b = (fixed_point(c.centred(i).long() << left, s / twice, how) for i, s in zip(names, scales, strict=True))
+    return a, b, twice
+
+
+def _rescaled(c: KernelCall, sign: int = 1, how: str = "away") -> Tensor:
+    """Add both operands, shifted left and at twice the larger scale, and bring the sum to the result's scale."""
+    left = 15 if c.wide else 20
+    a, b, twice = _at_one_scale(c, left, how)
     return fixed_point(a + sign * b, twice / ((1 << left) * c.scale(c.out).double()), "away")
 
 
@@ -202,10 +208,7 @@ def _add(c: KernelCall, sign: int = 1) -> None:
 def _squared_difference(c: KernelCall) -> None:
     """Square the difference of both operands, shifted left and at twice the larger scale."""
     left = 0 if c.wide else 7
-    names = (c.x, c.second)
-    scales = [c.scale(i).double() for i in names]
-    twice = 2 * torch.maximum(*scales)
-    a, b = (fixed_point(c.centred(i).long() << left, s / twice, "away") for i, s in zip(names, scales, strict=True))
+    a, b, twice = _at_one_scale(c, left, "away")
     real = twice.square() / ((1 << 2 * left) * c.scale(c.out).double())
     c.write_result(fixed_point((a - b).square(), real, "away"))
 

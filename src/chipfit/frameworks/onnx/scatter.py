@@ -62,8 +62,9 @@ def _replaced_in_all(c: OnnxCall, found: Sequence[list[Part]]) -> Any:
     numbers = {k for n in new.numbers for k in np.unique(n).tolist()}
     if not found[0] or len(numbers) != 1:
         return _replaced(c, x, found[0], new, c.emit)
-    mask = torch.zeros([present(x.shape[k]) if k in dict(found[0]) else 1 for k in range(x.rank)], dtype=torch.bool)
-    mask[np.ix_(*(dict(found[0]).get(k, [0]) for k in range(x.rank)))] = True
+    parts = dict(found[0])
+    mask = torch.zeros([present(x.shape[k]) if k in parts else 1 for k in range(x.rank)], dtype=torch.bool)
+    mask[np.ix_(*(parts.get(k, [0]) for k in range(x.rank)))] = True
     number = c.new_weight(torch.tensor(numbers.pop(), dtype=x.dtype), "number")
     return c.emit("Where", [c.new_weight(mask, "places"), number, x])
 

@@ -135,30 +135,32 @@ def _quantile(
     return y if not keepdim else y.view(shape) if dim is None else y.unsqueeze(dim)
 
 
-#: operator -> its decomposition, where PyTorch has none, or one of more parts
-def _hits(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return whether each index, on axis 0, is each place on an axis of x."""
-    return index.reshape(-1, 1) % x.shape[dim] == torch.arange(x.shape[dim], device=x.device)
+def _hits(x: Tensor, dim: int, index: Tensor) -> Tensor | None:
+    """Return whether each index, on axis 0, is each place on an axis of x; None if they are too many."""
+    size = x.shape[dim] if x.dim() else 0
+    if not isinstance(size, int) or not 0 < size * max(index.numel(), 1) <= _LONGEST**2:
+        return None
+    return index.reshape(-1, 1) % size == torch.arange(size, device=x.device)
 
 
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """Select one number at places of an axis."""
-    if not x.dim() or not isinstance(x.shape[dim], int) or index.numel() * x.shape[dim] > _LONGEST**2:
+    if (hits := _hits(x, dim, index)) is None:
         return NotImplemented
-    mask = _hits(x, dim, index).any(0).view([-1 if k == dim % x.dim() else 1 for k in range(x.dim())])
+    mask = hits.any(0).view([-1 if k == dim % x.dim() else 1 for k in range(x.dim())])
     return torch.where(mask, torch.as_tensor(value, dtype=x.dtype, device=x.device), x)
 
 
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
     """Add a product with ones where an element is added to a place."""
-    if not x.is_floating_point() or not x.dim() or index.dim() != 1 or not isinstance(x.shape[dim], int):
+    hits = _hits(x, dim, index) if x.is_floating_point() and index.dim() == 1 else None
+    if hits is None:
         return NotImplemented
-    if len(index) * x.shape[dim] > _LONGEST**2:
-        return NotImplemented
-    added = (source.movedim(dim, -1) @ _hits(x, dim, index).to(x.dtype)).movedim(-1, dim)
+    added = (source.movedim(dim, -1) @ hits.to(x.dtype)).movedim(-1, dim)
     return x + (added if alpha == 1 else alpha * added)
 
 
+#: operator -> its decomposition, where PyTorch has none, or one of more parts
 _OWN: dict[str, Callable[..., Any]] = {
     "einsum": _einsum,
     "bucketize": _bucketize,

@@ -311,14 +311,10 @@ def _scatter_one(c: TorchCall) -> Any:
         new = c.value("src")
     else:
         new = c.builder.scalar(c.node.name, c.static("value"), c.result)
-    if (places := _fixed_places(c, dim)) and "src" in c.args:
-        return _replaced(c, dim, places, new)
-    sides = [-1 if k == dim else 1 for k in range(x.dim())]
-    if places:
-        mask = torch.zeros(x.shape[dim], dtype=torch.bool).index_fill(0, torch.tensor(places), True)
-        return c.emit("Where", [c.builder.constant(f"{c.node.name}.places", mask.view(sides)), new, c.value("self")])
+    if places := _fixed_places(c, dim):
+        return (_replaced if "src" in c.args else _with_number)(c, dim, places, new)
     require(index.shape[dim] == 1)
-    every = torch.arange(x.shape[dim], dtype=index.dtype).view(sides)
+    every = torch.arange(x.shape[dim], dtype=index.dtype).view([-1 if k == dim else 1 for k in range(x.dim())])
     hit = c.step("Equal", [c.value("index"), c.builder.constant(f"{c.node.name}.places", every)])
     return c.emit("Where", [hit, new, c.value("self")])
 
@@ -859,6 +855,14 @@ def _replaced(c: TorchCall, axis: int, places: Sequence[int], part: str) -> Any:
     return c.emit("Gather", [joined, c.builder.constant(f"{c.node.name}.order", order)], axis=axis)
 
 
+def _with_number(c: TorchCall, axis: int, places: Sequence[int], number: str) -> Any:
+    """Read a tensor with one number at fixed places of one axis, as a selection."""
+    mask = torch.zeros(c.tensor("self").shape[axis], dtype=torch.bool)
+    mask[list(places)] = True
+    mask = mask.reshape(-1, *[1] * (c.rank - axis - 1))
+    return c.emit("Where", [c.builder.constant(f"{c.node.name}.places", mask), number, c.value("self")])
+
+
 @reads("index_put")
 def _put(c: TorchCall) -> Any:
     """Read values, or one number, that are put at constant places of one axis."""
@@ -869,9 +873,7 @@ def _put(c: TorchCall) -> Any:
         raise Unreadable
     chosen, part = torch.arange(x.shape[axis])[places], c.cast_to_result("values")
     if not value.shape:
-        mask = torch.zeros(x.shape[axis], dtype=torch.bool).index_fill(0, chosen, True)
-        mask = mask.reshape(-1, *[1] * (c.rank - axis - 1))
-        return c.emit("Where", [c.builder.constant(f"{c.node.name}.places", mask), part, c.value("self")])
+        return _with_number(c, axis, chosen.tolist(), part)
     shape = (*x.shape[:axis], len(chosen), *x.shape[axis + 1 :])
     require(len(value.shape) == c.rank and all(map(c.builder.same_size, value.shape, shape)))
     return _replaced(c, axis, chosen.tolist(), part)
