@@ -108,7 +108,7 @@ SPOILT = {
 }
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("what", SPOILT)
 def test_a_spoilt_file_is_noticed_and_the_first_departure_said(proven, spare, command, what):
     spoil, words = SPOILT[what]
@@ -188,7 +188,7 @@ LIES = {
 }
 
 
-@pytest.mark.thinned(5)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("what", LIES)
 def test_a_runtime_that_lies_is_noticed(proven, command, monkeypatch, what):
     _, runtime, result, file = proven

@@ -56,7 +56,6 @@ def differing(seed: int, platform: str = "openvino_cpu") -> list[str]:
     return [r.tensor for r in check.rows if r.differing or r.op_differing] + check.departures
 
 
-@pytest.mark.thinned(5)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("platform", ["openvino_cpu", "openvino_cpu@VNNI"])
 def test_no_integer_of_a_network_differs(platform, seed):
