@@ -245,6 +245,9 @@ def dictated_outputs(cell: Mapping[str, Any]) -> dict[int, tuple[float, int]]:
 def enters(table: dict[str, F]) -> Callable[[str], Callable[[F], F]]:
     """Return a decorator that enters a function into a table under names with spaces between.
 
+    Raises:
+        ConfigError: the table has a function of one of these names.
+
     >>> signs = {}
     >>> enters(signs)("Neg Abs")(len) is signs["Abs"]
     True
@@ -252,6 +255,8 @@ def enters(table: dict[str, F]) -> Callable[[str], Callable[[F], F]]:
 
     def decorator(names: str) -> Callable[[F], F]:
         def enter(f: F) -> F:
+            if taken := table.keys() & names.split():
+                raise ConfigError(f"Two functions are entered under one name: '{min(taken)}'")
             table.update(dict.fromkeys(names.split(), f))
             return f
 

@@ -121,6 +121,14 @@ def small(nodes, inputs, outputs, constants=(), opset=17, domain=""):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, opset)], ir_version=8)
 
 
+def read_as_onnxruntime(model, x, example=None, atol=0):
+    """Return the graph of a model; its one result for x is that of ONNX Runtime."""
+    graph = capture(model, (x if example is None else example,))
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    np.testing.assert_allclose(run(graph, [x])[graph.outputs[0]], want, rtol=0, atol=atol)
+    return graph
+
+
 @pytest.mark.parametrize("kind, opset", [("LRN", 18), ("DeformConv", 19)])
 def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_again(kind, opset, tmp_path):
     draw = np.random.default_rng(0)
@@ -186,17 +194,11 @@ def test_the_sizes_of_an_image_may_be_computed_from_those_before(shape, ends, mo
         helper.make_node("Concat", ["n", "ends"], ["t"], axis=0) if ends else helper.make_node("Mul", ["s", "by"], "t"),
         helper.make_node("Resize", ["x", "", "", "t"], ["y"], mode=mode),
     ]
-    constants = {
-        "zero": np.array([0]),
-        "two": np.array([2]),
-        "ends": np.array(ends or [0]),
-        "by": np.array([1, 1, 2, 3]),
-    }
-    model, x = small(nodes, {"x": shape}, ["y"], constants), torch.randn(3, 2, 4, 6)
-    graph = capture(model, (x,))
+    numbers = {"zero": [0], "two": [2], "ends": ends or [0], "by": [1, 1, 2, 3]}
+    constants = {name: np.array(n) for name, n in numbers.items()}
+    x = torch.randn(3, 2, 4, 6)
+    graph = read_as_onnxruntime(small(nodes, {"x": shape}, ["y"], constants), x[:2], x, 1e-5)
     assert [n.op for n in graph] == ["Resize"] and graph.shape(graph.inputs[0])[0] is None
-    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x[:2].numpy()})
-    np.testing.assert_allclose(run(graph, [x[:2]])[graph.outputs[0]], want, atol=1e-5)
 
 
 def test_the_largest_values_may_be_all_of_an_open_axis():
@@ -206,17 +208,32 @@ def test_the_largest_values_may_be_all_of_an_open_axis():
     assert run(graph, [torch.tensor([1.0, 3, 2])])[graph.outputs[0]].tolist() == [3, 2, 1]
 
 
+def test_indices_that_count_every_axis_of_a_mask_repeat_it():
+    """Masks of transformers with an open batch are exported in this way."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "zero"], ["n"]),
+        helper.make_node("Range", ["zero", "n", "one"], ["places"]),
+        helper.make_node("Reshape", ["places", "upright"], ["rows"]),
+        helper.make_node("Unsqueeze", ["n", "first"], ["count"]),
+        helper.make_node("Concat", ["count", "rest"], ["target"], axis=0),
+        helper.make_node("Expand", ["rows", "target"], ["all_rows"]),
+        helper.make_node("Expand", ["columns", "target"], ["all_columns"]),
+        helper.make_node("Concat", ["all_rows", "all_columns"], ["index"], axis=-1),
+        helper.make_node("GatherND", ["x", "index"], ["y"]),
+    ]
+    numbers = {"zero": 0, "one": 1, "first": [0], "upright": [-1, 1, 1, 1], "rest": [2, 3, 1]}
+    constants = {name: np.array(n) for name, n in numbers.items()} | {"columns": np.arange(3).reshape(1, 1, 3, 1)}
+    graph = read_as_onnxruntime(small(nodes, {"x": ["n", 3]}, ["y"], constants), torch.randn(4, 3))
+    assert [n.op for n in graph] == ["Unsqueeze", "Expand"] and graph.shape(graph.outputs[0]) == (None, 2, 3)
+
+
 @pytest.mark.parametrize("start", [0, 1, 2, -4])
 def test_a_part_that_is_replaced_is_between_what_is_before_and_behind_it(start):
     constants = {"at": np.stack(np.meshgrid([0], [start, start + 1], indexing="ij"), -1), "k": np.array([2])}
     nodes = [helper.make_node("TopK", ["x", "k"], ["new", "places"], axis=1)]
-    model = small(
-        [*nodes, helper.make_node("ScatterND", ["x", "at", "new"], ["y"])], {"x": [1, 4, 3]}, ["y"], constants
-    )
-    x = torch.randn(1, 4, 3)
-    graph = capture(model, (x,))
-    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
-    np.testing.assert_array_equal(run(graph, [x])[graph.outputs[0]], want)
+    nodes.append(helper.make_node("ScatterND", ["x", "at", "new"], ["y"]))
+    graph = read_as_onnxruntime(small(nodes, {"x": [1, 4, 3]}, ["y"], constants), torch.randn(1, 4, 3))
     assert [n.op for n in graph.nodes if n.op not in ("TopK", "Slice")] == ["Concat"]
 
 
@@ -242,10 +259,7 @@ def test_values_at_fixed_places_of_one_axis_are_joined_with_the_others(at, new, 
         nodes.insert(0, helper.make_node("Slice", ["x", "start", "end", "axes"], ["new"]))
     else:
         constants["new"] = new
-    model, x = small(nodes, {"x": [2, 6]}, ["y"], constants), torch.randn(2, 6)
-    graph = capture(model, (x,))
-    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
-    np.testing.assert_array_equal(run(graph, [x])[graph.outputs[0]], want)
+    graph = read_as_onnxruntime(small(nodes, {"x": [2, 6]}, ["y"], constants), torch.randn(2, 6))
     assert [n.op for n in graph.nodes if n.op not in ("Relu", "Slice")] == ops
 
 
@@ -257,10 +271,7 @@ def test_a_box_of_two_axes_is_replaced_along_one_after_the_other(rows):
         helper.make_node("Slice", ["x", "start", "end", "axes"], ["new"]),
         helper.make_node("ScatterND", ["x", "at", "new"], ["y"]),
     ]
-    model, x = small(nodes, {"x": [2, 4, 5]}, ["y"], constants), torch.randn(2, 4, 5)
-    graph = capture(model, (x,))
-    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
-    np.testing.assert_array_equal(run(graph, [x])[graph.outputs[0]], want)
+    graph = read_as_onnxruntime(small(nodes, {"x": [2, 4, 5]}, ["y"], constants), torch.randn(2, 4, 5))
     assert {n.op for n in graph.nodes} <= {"Slice", "Concat", "Gather"}
 
 

@@ -732,20 +732,7 @@ def _from_front(c: OnnxCall, index: int, axis: int) -> Operand:
 
 @reads("GatherND")
 def _gather_nd(c: OnnxCall) -> Any:
-    """Read indices that count each axis of x along an axis of its own, as masks do: x with further axes, repeated."""
-    x, index = c.operand(0), c.operand(1)
-    require(index.numbers and not c.attr("batch_dims") and not any(n.shape[-1] != x.rank for n in index.numbers))
-    axes = [_counting(c, [n[..., k] for n in index.numbers], k) for k in range(x.rank)]
-    rank = index.rank - 1
-    require(sorted({*axes}) == axes)
-    added = tuple(k for k in range(rank) if k not in axes)
-    y = c.step("Unsqueeze", [x], axes=added) if added else x
-    return _expand_to(c, y, [n.shape[:-1] for n in index.numbers])
-
-
-@reads("GatherND")
-def _gather_leading(c: OnnxCall) -> Any:
-    """Read indices of the first axis, or constant ones of several, as indices of these axes in one."""
+    """Read indices of the first axis, or constant ones of several axes, as indices of these axes in one."""
     x, index = c.operand(0), c.operand(1)
     count = present(index.shape[-1])
     require(not c.attr("batch_dims") and count)
@@ -754,10 +741,24 @@ def _gather_leading(c: OnnxCall) -> Any:
         places = np.moveaxis(index.constant % sizes, -1, 0)
         flat = c.builder.constants([np.ravel_multi_index(tuple(places), tuple(sizes))])
         y = reshaped_step(c, x, [[int(sizes.prod()), *m.shape[count:]] for m in x.metas])
+    elif count > 1:
+        return _with_repeated_axes(c, x, index)
     else:
-        require(count == 1)
         flat, y = reshaped_step(c, index, [m.shape[:-1] for m in index.metas]), x
     return c.emit("Gather", [y, flat], axis=0)
+
+
+def _with_repeated_axes(c: OnnxCall, x: Operand, index: Operand) -> Operand:
+    """Read a GatherND whose indices count every axis of x along an axis of the result, as exported masks do.
+
+    Such a result is x, repeated along further axes.
+    """
+    require(index.numbers and index.shape[-1] == x.rank)
+    axes = [_counting(c, [n[..., k] for n in index.numbers], k) for k in range(x.rank)]
+    require(sorted({*axes}) == axes)
+    added = tuple(k for k in range(index.rank - 1) if k not in axes)
+    y = c.step("Unsqueeze", [x], axes=added) if added else x
+    return _expand_to(c, y, [n.shape[:-1] for n in index.numbers])
 
 
 def _counting(c: OnnxCall, numbers: Sequence[np.ndarray], k: int) -> int:
