@@ -26,7 +26,12 @@ SELECTION = (
     "test_whole.py::test_the_file_computes_the_simulated_integers",
 )
 #: examples of documents 000 and 002 with layers and functions of a backend
-EXAMPLES = {"tensorflow": [str(HERE.parents[1] / "documents/keras_examples.py")]}
+EXAMPLES = {
+    "tensorflow": [
+        str(HERE.parents[1] / "documents/keras_examples.py"),
+        str(HERE / "test_tensorflow_functions.py"),
+    ]
+}
 
 
 def save(folder, cases):

@@ -21,6 +21,7 @@ from chipfit.frameworks.keras.call import KerasCall, KerasGraphBuilder
 from chipfit.frameworks.keras.formulas import FORMULAS
 from chipfit.frameworks.keras.loading import target_of
 from chipfit.frameworks.keras.read import ACTIVATED, READERS, UNTRACEABLE
+from chipfit.frameworks.keras.tensorflow import functions_on_symbols
 from chipfit.frameworks.reading import Unreadable
 from chipfit.graph.builder import Origin
 from chipfit.graph.config import plain
@@ -405,7 +406,7 @@ class Translator:
                     given["training"] = False
                 tensors = keras.tree.map_structure(symbol, args)
                 repeated = repeated_constants(leaves(tensors))
-                with keras.StatelessScope(), on_symbols(owner), repeated, symbols_first():
+                with keras.StatelessScope(), on_symbols(owner), repeated, symbols_first(), functions_on_symbols():
                     out = function(*tensors, **_with_masks(function, tensors, given))
                 if not all(isinstance(x, keras.KerasTensor) for x in leaves(out)):
                     return None
