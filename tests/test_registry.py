@@ -126,7 +126,7 @@ def test_a_step_stands_behind_those_that_it_names_and_its_setting_is_known():
 def test_a_missing_library_names_the_extra():
     register("format", "mine", suffixes=(".mine",), libraries=("no_such_library",), extra="mine")(nothing)
     with pytest.raises(ExportError, match=r"'mine' needs no_such_library, which is not installed.*'chipfit\[mine\]'"):
-        registry.require(registry.entry("format", "mine"), ExportError)
+        registry.require_libraries(registry.entry("format", "mine"), ExportError)
 
 
 def test_looking_up_one_entry_loads_its_file_alone():

@@ -20,7 +20,7 @@ from chipfit.platform.load import load_platform
 from chipfit.platform.schema import Platform
 from chipfit.reading import read_model
 from chipfit.report.terminal import RUNS
-from chipfit.screen import MANY, Summary, SummaryRepr, joined
+from chipfit.screen import MOST_ROWS, Summary, SummaryRepr, join_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,8 +45,8 @@ class Lint(SummaryRepr):
     def _summary(self) -> Summary:
         integers = sum(n.exec != "float" for n in self.rows)
         title = f"{integers} of {len(self.rows)} operators can run in integers on {self.platform.name}"
-        floats_first = sorted(self.rows, key=lambda n: n.exec != "float") if len(self.rows) > MANY else self.rows
-        rows = joined([(n.display_name, n.op, RUNS[n.exec], n.why) for n in floats_first])
+        floats_first = sorted(self.rows, key=lambda n: n.exec != "float") if len(self.rows) > MOST_ROWS else self.rows
+        rows = join_rows([(n.display_name, n.op, RUNS[n.exec], n.why) for n in floats_first])
         header = ("layer", "operator", "runs", "why float")
         return Summary(title, {"notes": "; ".join(self.notes)}, header, rows, "lint.rows")
 

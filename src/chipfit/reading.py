@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from chipfit.calibration.data import Call, SizeMismatch, call_of, first_rows, split_label
+from chipfit.calibration.data import Call, SizeMismatch, call_without_label, first_rows, split_label
 from chipfit.calibration.input_errors import example_rows, explain_error, refuse_one_sample
 from chipfit.calibration.signature import is_optional, optional_labels
 from chipfit.engine.trees import batch_axes
@@ -31,7 +31,7 @@ def read_model(
         SizeMismatch: the model cannot be captured with these sizes open.
         CaptureError, DataError: the model cannot be captured, or not with these arguments.
     """
-    calls = [(tuple(args), dict(kwargs)), *(call_of(other.batch, model) for other in other_sizes)]
+    calls = [(tuple(args), dict(kwargs)), *(call_without_label(other.batch, model) for other in other_sizes)]
     try:
         graph = _without_label(model, calls) if of_data else capture(model, *calls[0], calls[1:])
         if not batch_axes(graph):

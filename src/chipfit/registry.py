@@ -115,8 +115,8 @@ class FileFormat:
     options: tuple[str, ...] = ()  #: options of `Result.export` that it supports; others are refused
     #: (path) -> tensor -> `export.FileTensor`, as a file stores it; None for a format without a reader
     stored: Callable[[Path], Mapping[str, Any]] | None = None
-    #: (graph, plan) -> default batch size of its runtime; None for any size
-    part: Callable[[Any, Any], int | None] = lambda graph, plan: None
+    #: (graph, plan) -> number of samples that the runtime takes at once; None for any number
+    batch_size: Callable[[Any, Any], int | None] = lambda graph, plan: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class DeviceRuntime:
     libraries: tuple[str, ...] = ()
     extra: str = ""
     kernels: str | None = None  #: simulator profile of the runtime's kernels if it is not the platform's own
-    codes: str = "{}"  #: name of the tensor with the quantized values of a graph value
+    codes: str = "{}"  #: pattern of the name that a tensor of quantized values has in the file, "{}_q": value x is x_q
     #: operator -> largest difference that is promised of its integers from those of `kernels`, given its operands
     #: [codes]; "*": others, but for inputs and pass-through operators, of which none differs. None: no operator differs
     within: Mapping[str, int] | None = None
@@ -149,8 +149,8 @@ class Kind(NamedTuple):
     label: str  #: its name in messages
     package: str  #: package with one file for each entry; "{}" stands for the entry's name
     declares: type | None = None  #: dataclass of the declaration
-    methods: tuple[str, ...] = ("__call__",)  #: attributes that an entry must have
-    most: float = 1000  #: largest number that a setting of an entry may have
+    methods: tuple[str, ...] = ("__call__",)  #: methods that an entry must have
+    largest_number: float = 1000  #: largest number that a setting of an entry may have
 
 
 KINDS = {
@@ -158,7 +158,7 @@ KINDS = {
     "statistic": Kind("statistic", "chipfit.rounding"),
     "pass": Kind("pass", "chipfit.passes", Step),
     "correction": Kind("correction", "chipfit.correction", Step),
-    "rounding": Kind("rounding method", "chipfit.rounding.methods", RoundingMethod, most=1e6),
+    "rounding": Kind("rounding method", "chipfit.rounding.methods", RoundingMethod, largest_number=1e6),
     "format": Kind("file format", "chipfit.export", FileFormat),
     "runtime": Kind("runtime", "chipfit.runtimes", DeviceRuntime, ("run", "executed")),
     "kernels": Kind("kernels", "chipfit.simulate", None, ("kernels", "clip", "quantize")),
@@ -215,7 +215,7 @@ def _taken(what: str, thing: Any, got: str) -> RegistrationError:
 
 
 def _check_is_free(kind: str, made: Entry) -> None:
-    """Import the entries of the package, and check that the names of a new entry are words that nothing else has."""
+    """Check that the names of a new entry are words that no entry of the package has, which is imported for it."""
     label, name, thing = KINDS[kind].label, made.name, made.thing
     if not (isinstance(name, str) and name.isidentifier() and name != OFF):
         what, allowed = f"The name of a {label} must be a word", "letters, digits and _"
@@ -325,7 +325,7 @@ def create(kind: str, text: str, **settings: Any) -> Any:
         UnknownNameError: the name or a setting does not exist.
         ConfigError: a setting has the wrong type or is out of bounds.
     """
-    label, most = KINDS[kind].label, KINDS[kind].most
+    label, most = KINDS[kind].label, KINDS[kind].largest_number
     name, own = parse_call(text)
     make = lookup(kind, aliases_of(kind).get(name, name))
     known = {f.name: f for f in fields(make)}
@@ -401,12 +401,12 @@ def registered(kind: str) -> dict[str, Any]:
     return {name: e.thing for name, e in entries(kind).items()}
 
 
-def require(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeUnavailable) -> None:
+def require_libraries(found: Entry, error: type[RuntimeUnavailable] | type[Any] = RuntimeUnavailable) -> None:
     """Raise `error` if a library that an entry declares is not installed; the hint names the extra that installs it."""
-    require_all({found.name: [(lib, found.declares.extra) for lib in found.declares.libraries]}, error)
+    require_modules({found.name: [(lib, found.declares.extra) for lib in found.declares.libraries]}, error)
 
 
-def require_all(
+def require_modules(
     needs: Mapping[str, Sequence[tuple[str, str]]], error: type[RuntimeUnavailable] | type[Any] = RuntimeUnavailable
 ) -> None:
     """Raise one `error` that names all modules that are not installed, and the extras that install them.
@@ -428,8 +428,8 @@ def require_all(
         raise error(f"{what}, which {verb} not installed", hint=hint)
 
 
-def until_registration(f: Callable[..., T]) -> Callable[..., T]:
-    """Keep the results of a function of entries, by its arguments, until entries are added or removed."""
+def cached_until_registration(f: Callable[..., T]) -> Callable[..., T]:
+    """Return a function of entries with a cache of its results, by arguments, until entries are added or removed."""
     known: tuple[list[Entry], dict[Any, T]] = ([], {})
 
     @functools.wraps(f)
@@ -450,7 +450,7 @@ def _all_entries() -> list[Entry]:
     return [e for kind in ENTRIES.values() for e in kind.values()]
 
 
-@until_registration
+@cached_until_registration
 def ordered(stage: str) -> list[Entry]:
     """Return the steps of a stage, each after those in its `after`, otherwise sorted by name.
 

@@ -33,7 +33,7 @@ from chipfit.platform.schema import Platform
 from chipfit.ranges import name_of
 from chipfit.registry import entry
 from chipfit.rounding.lost_parts import lost_part_warnings
-from chipfit.screen import Summary, SummaryRepr, joined
+from chipfit.screen import Summary, SummaryRepr, join_rows
 from chipfit.search.limits import OF_FILE, parse_amount
 from chipfit.search.losses import RoundingModel
 from chipfit.search.pareto import SHARES, Pareto, pareto
@@ -484,7 +484,7 @@ class Result(SummaryRepr):
         nodes = sorted(plan.nodes.values(), key=lambda n: n.exec != "float")  # float first: it is what people look for
         formats = {o: t.format for n in self.graph.nodes for o in n.outputs[:1] if (t := plan.tensors.get(o))}
         stored = {n.name: formats.get(n.outputs[0], "") for n in self.graph.nodes if n.outputs}
-        rows = joined([(n.display_name, n.op, n.exec, stored.get(n.name, ""), n.why) for n in nodes])
+        rows = join_rows([(n.display_name, n.op, n.exec, stored.get(n.name, ""), n.why) for n in nodes])
         integers = sum(n.exec != "float" for n in nodes)
         return Summary(
             f"Result for {self.platform.name}: {integers} of {len(nodes)} operators in integers",

@@ -14,13 +14,13 @@ from chipfit.registry import (
     OFF,
     STAGES,
     Setting,
+    cached_until_registration,
     create,
     entries,
     is_number,
     options_of,
     ordered,
     parse_sum,
-    until_registration,
 )
 
 _REPAIRS = Setting(
@@ -38,7 +38,7 @@ _INTEGER_ONLY = Setting(
 )
 
 
-@until_registration
+@cached_until_registration
 def known_settings() -> dict[str, Setting]:
     """Return every setting by name, in the order in which the steps run, and those about several."""
     steps = (entry.declares for stage in STAGES for entry in ordered(stage))

@@ -12,7 +12,7 @@ import yaml
 
 from chipfit.bench.board import find, json_without_times, row
 from chipfit.bench.config import of
-from chipfit.bench.run import Busy, Outcome, code, run
+from chipfit.bench.run import Busy, Outcome, run, source_hash
 from chipfit.bench.store import Store
 from chipfit.bench.train import Curves
 from chipfit.errors import ConfigError, ExportError, UnknownNameError
@@ -185,10 +185,10 @@ def test_an_algorithm_in_a_file_and_a_backend_in_an_entry_run_from_a_config(home
     told = kept["outcome"]
     assert (told["setting"], told["deployed"][0]["exact"], told["deployed"][0]["differing"]) == ("mine", True, 0)
     asked = of(config(qparams=method, backend=entry))
-    assert told["code"] == code(asked) != code(of(config()))
+    assert told["code"] == source_hash(asked) != source_hash(of(config()))
     with (mine / "leaky.py").open("a") as f:
         f.write("# another version\n")
-    assert told["code"] != code(asked)
+    assert told["code"] != source_hash(asked)
 
 
 def test_a_run_below_the_median_of_its_study_stops_early_on_request(home, tmp_path):

@@ -14,7 +14,7 @@ from chipfit.calibration.data import (
     as_call,
     as_tensors,
     batches,
-    call_of,
+    call_without_label,
     first_batch,
     first_rows,
     iterate,
@@ -108,7 +108,7 @@ LABEL = torch.tensor([3, 1, 2, 0])
     ],
 )
 def test_what_the_model_takes_decides_what_is_a_label(batch, model, inputs):
-    args, kwargs = call_of(batch, model)
+    args, kwargs = call_without_label(batch, model)
     given = batch if isinstance(batch, tuple) else (batch,)
     assert len(args) == inputs and not kwargs and all(got is x for got, x in zip(args, given) if x is not given[0])
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from chipfit.calibration.data import Whole
+from chipfit.calibration.data import IndivisibleBatch
 from chipfit.calibration.spread_samples import SpreadSamples
 
 
@@ -39,5 +39,5 @@ def test_tensors_of_different_sizes_stay_together():
 
 def test_batches_of_a_fixed_size_are_not_cut():
     found = SpreadSamples()
-    found.add(Whole([torch.zeros(3, 2)]))
+    found.add(IndivisibleBatch([torch.zeros(3, 2)]))
     assert [x.shape for (x,) in found.take(8)] == [(3, 2)]

@@ -16,10 +16,10 @@ from chipfit.graph.linear import (
     in_groups,
     is_depthwise,
     is_linear,
+    multiplications,
     on_axis_1,
     out_channels,
     places,
-    products,
     scale_inputs,
     scale_outputs,
     with_bias,
@@ -45,8 +45,8 @@ def test_multiplications_of_one_sample(name):
     graph = capture(model.eval(), tuple(torch.randn(3, *s) for s in shapes))
     found: dict[str, float] = {}
     for n in graph.nodes:
-        if products(graph, n):
-            found[n.op] = found.get(n.op, 0) + products(graph, n)
+        if multiplications(graph, n):
+            found[n.op] = found.get(n.op, 0) + multiplications(graph, n)
     assert found == expected
 
 
@@ -174,7 +174,7 @@ def test_positions_of_one_sample(op, shape, count):
 def test_multiplications_of_two_values(op, shapes, count):
     node = Node("n", op, ("x", "z"), ("y",))
     graph = Graph([node], ["x", "z"], ["y"], {k: Value(k, s) for k, s in shapes.items()}, {})
-    assert products(graph, node) == count
+    assert multiplications(graph, node) == count
 
 
 def test_multiplications_of_features_and_of_their_last_steps():
@@ -184,7 +184,7 @@ def test_multiplications_of_features_and_of_their_last_steps():
     values = {k: Value(k, (None, 3)) for k in ("x", "state", "y")}
     for more in ({}, {"state": torch.zeros(1, 32)}):
         graph = Graph([node], ["x"], ["y"], values, weights | more)
-        assert products(graph, node) == 8 * 3 + 8 * 4
+        assert multiplications(graph, node) == 8 * 3 + 8 * 4
 
 
 class ConstantInput(nn.Module):
@@ -203,4 +203,4 @@ def test_an_operator_on_a_constant_has_its_products():
     """16 weights at each of 16 positions."""
     captured = capture(ConstantInput().eval(), torch.randn(1, 4, 4, 4))
     (up,) = (n for n in captured.nodes if is_linear(captured, n))
-    assert captured.is_weight(up.data) and products(captured, up) == 256
+    assert captured.is_weight(up.data) and multiplications(captured, up) == 256

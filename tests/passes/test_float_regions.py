@@ -139,7 +139,7 @@ def test_no_other_labels_cost_less(norms, seed, monkeypatch):
         codes = assignment.modes.get(made[v]) != ("codes", "float")
         edges.append((made[v], v in assignment.quantized_outputs, None, codes, cut.size(v), 1000 * cut.noise(v)))
     matmuls = [n for n in graph.nodes if n.op == "MatMul" and n.name in labels]
-    products = {n.name: float_regions.products(graph, n) / 64 for n in matmuls}
+    products = {n.name: float_regions.multiplications(graph, n) / 64 for n in matmuls}
 
     def cost(of):
         total = sum(products[k] for k in products if of[k] == "whole")

@@ -1,4 +1,4 @@
-"""One experiment, from its configuration to its outcome: float, quantized, deployed."""
+"""Run one experiment, from its configuration to its outcome: train or load, quantize, deploy and compare."""
 
 import copy
 import hashlib
@@ -47,7 +47,7 @@ FLOAT_SEED = 0
 
 @dataclass
 class Deployed:
-    """The result of the network on a runtime of a platform."""
+    """The accuracy of the network on a runtime, and the comparison of its integers with the simulation."""
 
     platform: str
     top1: float | None = None  #: [%]
@@ -146,9 +146,9 @@ def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_sto
         worker = replace(worker, device=torch.device("cpu"))
     out.device, out.hardware = str(worker.device), f"{worker.world} x {_processor(worker.device)}"
     torch.manual_seed(config.seed)
-    out.code, out.tested = code(config), len(sets.test)
+    out.code, out.tested = source_hash(config), len(sets.test)
     out.float_top1 = top1(predictor(network), tests, worker)
-    lost = {"training": 0, "test": len(tests.lost())}
+    unreadable = {"training": 0, "test": len(tests.lost())}
     log(f"float: top-1 {out.float_top1:.2f} %")
     if config.qparams is not None:
         model = calibrated_copy(config, network, sets)
@@ -161,8 +161,8 @@ def _run(config: Config, home: Path, worker: WorkerProcess, log: Log, should_sto
         else:
             out.deployed = list(_deploy_trained(config, model.cpu(), sets, tests))
     log(f"quantized: top-1 {out.top1:.2f} %")
-    lost["training"] = out.curves.unreadable
-    out.notes += [f"{count} {half} images could not be read" for half, count in lost.items() if count]
+    unreadable["training"] = out.curves.unreadable
+    out.notes += [f"{count} {subset} images could not be read" for subset, count in unreadable.items() if count]
     return out
 
 
@@ -215,23 +215,32 @@ def in_layout_of(x: torch.Tensor, framework: str) -> torch.Tensor:
 
 def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, log: Log) -> Any:
     """Return the float network, with weights from a file, or trained once for all experiments that start from it."""
-    given = config.saver.pretrain
+    pretrain = config.saver.pretrain
     kwargs = {"classes": sets.classes, **config.model.kwargs} if ":" not in config.model.type else config.model.kwargs
     model = config.model.model_copy(update={"kwargs": kwargs})
     torch.manual_seed(FLOAT_SEED)
-    network: Any = model_entry(model, pretrained=given.epochs is None, path=given.path)
-    trains = config.qparams is not None or given.epochs is not None
-    if trains and framework_of(network) != "torch":
+    network: Any = model_entry(model, pretrained=pretrain.epochs is None, path=pretrain.path)
+    is_torch = framework_of(network) == "torch"
+    if not is_torch and (config.qparams is not None or pretrain.epochs is not None):
         got, hint = type(network).__name__, "ptq in the place of qparams, and no saver.pretrain.epochs"
         raise ConfigError("Training requires a PyTorch network", where=config.model.type, got=got, hint=hint)
-    if framework_of(network) == "torch":
+    if is_torch:
         network.to(worker.device)
     elif config.device != "auto":
         adapter_of(framework_of(network)).device_named(config.device)  # raises
-    if given.epochs is None:
-        return network.eval() if framework_of(network) == "torch" else network
-    steps = given.epochs * (len(sets.train) // (config.data.batch_size * worker.world))
-    rates = Rates(base_lr=given.lr, warmup_lr=given.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
+    if pretrain.epochs is not None:
+        network.load_state_dict(load_file(_trained_weights(config, network, sets, worker, home, log)))
+    return network.eval() if is_torch else network
+
+
+def _trained_weights(
+    config: Config, network: nn.Module, sets: Sets, worker: WorkerProcess, home: Path, log: Log
+) -> Path:
+    """Return the file with the weights of the trained float network; train it first if the file does not exist."""
+    pretrain = config.saver.pretrain
+    assert pretrain.epochs is not None  # for mypy
+    steps = pretrain.epochs * (len(sets.train) // (config.data.batch_size * worker.world))
+    rates = Rates(base_lr=pretrain.lr, warmup_lr=pretrain.lr / 10, warmup_steps=steps // 10, max_iter=max(steps, 1))
     saver = config.saver.model_copy(update={"val_freq": max(steps // 4, 1)})
     sgd = Optimizer(kwargs={"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4})
     own = {"lr_scheduler": Schedule(kwargs=rates), "optimizer": sgd, "seed": FLOAT_SEED, "saver": saver}
@@ -247,8 +256,7 @@ def pretrained(config: Config, sets: Sets, worker: WorkerProcess, home: Path, lo
                 if worker.is_leader:
                     write_atomically(file, save({k: v.contiguous() for k, v in network.state_dict().items()}))
                 worker.broadcast(True)  # wait until the file exists
-    network.load_state_dict(load_file(file))
-    return network.eval()
+    return file
 
 
 def _calibration_images(config: Config, sets: Sets) -> tuple[list[torch.Tensor], int]:
@@ -318,7 +326,7 @@ def _first_images(reader: Reader, count: int) -> Iterator[torch.Tensor]:
             return
 
 
-def code(config: Config) -> str:
+def source_hash(config: Config) -> str:
     """Return a hash of chipfit's source and of modules that the configuration names."""
     home = Path(chipfit.__file__).parent
     files = sorted(p for p in home.rglob("*") if p.suffix in (".py", ".yaml"))

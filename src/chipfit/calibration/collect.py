@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from chipfit.calibration.data import no_data
+from chipfit.calibration.data import empty_data_error
 from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.memory import memory_errors
 from chipfit.engine.recurrent import cell_states
@@ -258,7 +258,7 @@ def collect(
             count += 1
         seen.finish()
     if count == 0:
-        raise no_data()
+        raise empty_data_error()
     stats = seen.stats
     for name in (n for n, s in stats.items() if not s.batches):  # empty tensors, such as initial caches
         stats[name].update(torch.zeros(1), Need(histogram=tensors[name].histogram))

@@ -22,8 +22,8 @@ from chipfit.graph.placement import inputs_on
 Batch = Sequence[torch.Tensor]
 #: arguments of a call, by position and by name
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-#: batch size if the data are one big array
-ROWS = 16
+#: samples of a batch if the data are one big array
+ARRAY_BATCH = 16
 _SIZES = "sizes stay dynamic if calibration batches (in a list, to be read again) or `example=` differ in them"
 
 
@@ -49,9 +49,9 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     """Return an iterator over the batches of an iterable, of big arrays, or of what a callable returns.
 
     Args:
-        fixed: the batch size that the model fixes; an array is split into whole batches of it, and batches of several
-            samples into single ones where it is 1.
-        single: leave such batches whole if False: the graph of a model with a batch of 1 may take several samples.
+        fixed: the batch size that the model fixes, 0 if it fixes none; an array is split into whole batches of it.
+        single: split batches of several samples into single ones where the model fixes a batch of 1. The graph of such
+            a model may take several samples all the same: then False.
 
     Raises:
         DataError: `data` is none of these.
@@ -65,9 +65,9 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     if isinstance(data, torch.Tensor):
         if data.dim() == 0:
             raise DataError("Calibration data is a single number", got=str(data), allowed="batches of inputs")
-        return (data[rows] for rows in _cuts(len(data), fixed))
+        return (data[rows] for rows in _batch_slices(len(data), fixed))
     if isinstance(data, Mapping) and data and all(isinstance(x, torch.Tensor) and x.dim() for x in data.values()):
-        return ({name: x[rows] for name, x in data.items()} for rows in _cuts(_common_rows(data), fixed))
+        return ({name: x[rows] for name, x in data.items()} for rows in _batch_slices(_common_rows(data), fixed))
     if isinstance(data, (str, bytes, Path, Mapping, torch.nn.Module)) or not isinstance(data, Iterable):
         from_file = "load the file, as np.load(path)['x'] does; the command line reads files: --data"
         raise DataError(
@@ -80,9 +80,9 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 and single else iter(data)
 
 
-def _cuts(rows: int, fixed: int) -> Iterator[slice]:
-    """Return the rows of each batch: whole batches of a fixed size if there are any."""
-    size = fixed or ROWS
+def _batch_slices(rows: int, fixed: int) -> Iterator[slice]:
+    """Return the rows of each batch: of a fixed size (above 0), only whole batches if there are any."""
+    size = fixed or ARRAY_BATCH
     whole = rows // size * size if 0 < fixed <= rows else rows
     return (slice(start, start + size) for start in range(0, max(whole, 1), size))
 
@@ -99,11 +99,15 @@ def _common_rows(arrays: Mapping[str, torch.Tensor]) -> int:
     return rows.popitem()[1]
 
 
-def add_states(data: Any, steps: Callable[[Iterable[Any]], Iterator[Any]] | None) -> Any:
-    """Return data with the states of a model of one step, which `Framework.steps` adds; None: it has no states."""
-    if steps is None:
+def add_states(data: Any, with_states: Callable[[Iterable[Any]], Iterator[Any]] | None) -> Any:
+    """Return data with the states of a model that computes one step of a sequence.
+
+    Args:
+        with_states: function of the framework (`Framework.steps`) that adds states to batches; None: there are none.
+    """
+    if with_states is None:
         return data
-    return steps(iterate(data)) if isinstance(data, Iterator) else lambda: steps(iterate(data))
+    return with_states(iterate(data)) if isinstance(data, Iterator) else lambda: with_states(iterate(data))
 
 
 def _single_samples(batch: Any) -> Iterator[Any]:
@@ -135,7 +139,7 @@ def _call_without_arguments(function: Callable[..., Any]) -> Any:
     return function()
 
 
-def no_data() -> DataError:
+def empty_data_error() -> DataError:
     """Return the error for data without a batch."""
     hint = "give at least one batch; a generator can be used up only once"
     return DataError("The calibration data are empty", hint=hint)
@@ -149,10 +153,10 @@ def first_batch(data: Any, model: Any) -> tuple[Call, Any]:
     """
     rest = iterate(data, fixed_batch(model), single=False)
     for first in rest:
-        args, kwargs = call_of(first, model)
+        args, kwargs = call_without_label(first, model)
         if not _is_empty([x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]):
             return (args, kwargs), itertools.chain([first], rest)
-    raise no_data()
+    raise empty_data_error()
 
 
 def _is_empty(batch: Sequence[torch.Tensor]) -> bool:
@@ -160,7 +164,7 @@ def _is_empty(batch: Sequence[torch.Tensor]) -> bool:
     return bool(with_rows) and not any(map(len, with_rows))
 
 
-def call_of(batch: Any, model: Any) -> Call:
+def call_without_label(batch: Any, model: Any) -> Call:
     """Return a batch as arguments of a call, without a label behind the inputs.
 
     The last item is a label if the model takes one argument less, or if it is optional and called like a label, or is
@@ -176,9 +180,10 @@ def call_of(batch: Any, model: Any) -> Call:
 
 
 def first_rows(call: Call, count: int = 2) -> Call:
-    """Return a call with few samples; the same call if its inputs have different numbers of rows.
+    """Return a call with few samples; the whole call if its inputs have different numbers of rows.
 
-    Of two samples, one has the most words and the other the most padding, where an input of words or a mask shows it.
+    Of two samples, one has the most tokens and the other the most padding, if the last input of integers (the mask, or
+    the tokens themselves) tells them apart.
     """
     from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -186,31 +191,32 @@ def first_rows(call: Call, count: int = 2) -> Call:
     if len({len(x) for x in tensors}) != 1 or len(tensors[0]) <= count:
         return call
     rows = list(range(count))
-    if words := [x for x in tensors if x.dim() > 1 and not x.is_floating_point() and not x.is_complex()]:
-        filled = (words[-1] != 0).flatten(1).sum(1)
+    if tokens := [x for x in tensors if x.dim() > 1 and not x.is_floating_point() and not x.is_complex()]:
+        filled = (tokens[-1] != 0).flatten(1).sum(1)
         ends = sorted({int(filled.argmax()), int(filled.argmin())})
         rows = [*ends, *(k for k in rows if k not in ends)][:count]
     few: Call = tree_map_only(torch.Tensor, lambda x: x[rows] if x.dim() else x, call)
     return few
 
 
-def _tensors(x: Any) -> Any:
+def _with_tensors(x: Any) -> Any:
+    """Return nested containers with arrays, also those of TensorFlow and JAX, converted to tensors."""
     if hasattr(x, "__array__") and not isinstance(x, (torch.Tensor, np.ndarray, np.generic)):
         x = np.array(x)  # a tensor of TensorFlow or JAX
     if isinstance(x, np.ndarray):
-        return _tensor(x)
+        return _array_as_tensor(x)
     if isinstance(x, torch.Tensor) and (x.layout is not torch.strided or x.is_nested or x.is_meta or x.is_quantized):
         kind = "nested" if x.is_nested else "meta" if x.is_meta else "quantized" if x.is_quantized else str(x.layout)
         allowed = "dense tensors that hold values"
         raise DataError("Calibration data hold a tensor without plain numbers", got=kind, allowed=allowed)
     if isinstance(x, Mapping):
-        return {k: _tensors(v) for k, v in x.items()}
+        return {k: _with_tensors(v) for k, v in x.items()}
     if isinstance(x, (tuple, list)) and not (isinstance(x, list) and x and isinstance(x[0], (int, float))):
-        return type(x)(_tensors(v) for v in x) if type(x) in (tuple, list) else tuple(_tensors(v) for v in x)
+        return type(x)(_with_tensors(v) for v in x) if type(x) in (tuple, list) else tuple(_with_tensors(v) for v in x)
     return x
 
 
-def _tensor(x: np.ndarray) -> torch.Tensor:
+def _array_as_tensor(x: np.ndarray) -> torch.Tensor:
     """Return an array as a tensor; float64, NumPy's default, and bfloat16, which NumPy lacks, become float32."""
     try:
         if x.dtype.name == "bfloat16":
@@ -243,7 +249,7 @@ def as_tensors(batch: Any) -> Any:
         DataError: an array or tensor has no plain numbers, or the batch contains itself.
     """
     try:
-        return _tensors(batch)
+        return _with_tensors(batch)
     except RecursionError:
         raise DataError("A batch contains itself", got=type(batch).__name__) from None
 
@@ -273,13 +279,13 @@ def count_samples(graph: Graph, batch: Sequence[torch.Tensor]) -> int:
     return max(known or [len(x) for x in batch if x.dim()], default=1)
 
 
-class Whole(list[torch.Tensor]):
+class IndivisibleBatch(list[torch.Tensor]):
     """A batch that cannot be cut into samples, because its inputs do not all have samples on axis 0."""
 
 
 def as_batch(graph: Graph, flat: list[torch.Tensor]) -> Batch:
     """Return the inputs of a graph as a batch, marked if it cannot be cut."""
-    return flat if count_splittable(graph, flat) else Whole(flat)
+    return flat if count_splittable(graph, flat) else IndivisibleBatch(flat)
 
 
 def fixed_batch_of(graph: Graph) -> int:
@@ -289,7 +295,7 @@ def fixed_batch_of(graph: Graph) -> int:
 
 
 def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Split one batch into tensors in the order of the graph's inputs, and labels or None.
+    """Split one batch into checked tensors, in the order of the graph's inputs, and labels or None.
 
     Raises:
         DataError: the batch does not match the captured call.
@@ -321,7 +327,7 @@ def split_label(batch: Any, graph: Graph) -> tuple[list[torch.Tensor], torch.Ten
     except DataError as e:
         hint = "yield tensors or tuples in the order of the inputs" if named else ""
         raise DataError(e.what, got=e.got, allowed=e.allowed, hint=hint or e.hint) from None
-    out = [_fit(graph, name, x, batch) for name, x in zip(graph.inputs, flat, strict=True)]
+    out = [_checked_input(graph, name, x, batch) for name, x in zip(graph.inputs, flat, strict=True)]
     axes, given = batch_axes(graph), dict(zip(graph.inputs, out, strict=True))
     rows = {name: given[name].shape[axis] for name, axis in axes.items()}
     if len(set(rows.values())) > 1:
@@ -341,7 +347,13 @@ def _classes(label: Any) -> torch.Tensor:
     return label.argmax(1) if label.is_floating_point() and label.dim() == 2 and label.shape[1] > 1 else label
 
 
-def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
+def _checked_input(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
+    """Return an input of a batch in the type with which the model was captured.
+
+    Raises:
+        DataError: it has another kind of numbers, or numbers outside the range of that type.
+        SizeMismatch: it has another shape.
+    """
     want = graph.values[name]
     if not isinstance(x, torch.Tensor):
         got = type(x).__name__
@@ -353,7 +365,7 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
         what = f"Input '{name}' holds {kind}, the model was captured with {kinds[0] if floats else kinds[2]}"
         raise DataError(what, got=str(x.dtype).removeprefix("torch."), allowed=want.dtype, hint=hint)
     if x.dtype != dtype_of(want.dtype):
-        x = _as(want.dtype, name, x)
+        x = _converted(want.dtype, name, x)
     if len(x.shape) != len(want.shape) or any(w not in (None, s) for w, s in zip(want.shape, x.shape, strict=False)):
         sizes = [d or ("any" if k else "batch") for k, d in enumerate(want.shape)]
         empty = "an axis of size 0 holds nothing: leave such batches out" if 0 in (*x.shape, *want.shape) else ""
@@ -370,7 +382,7 @@ def _fit(graph: Graph, name: str, x: Any, batch: Any) -> torch.Tensor:
     return x.detach()
 
 
-def _as(dtype: str, name: str, x: torch.Tensor) -> torch.Tensor:
+def _converted(dtype: str, name: str, x: torch.Tensor) -> torch.Tensor:
     """Convert an input to the type with which the model was captured, without loss of range."""
     out = x.to(dtype_of(dtype))
     if x.is_floating_point():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from chipfit.calibration.data import ROWS, NotedBatches, as_batch, as_call, as_tensors, batches, first_batch
+from chipfit.calibration.data import ARRAY_BATCH, NotedBatches, as_batch, as_call, as_tensors, batches, first_batch
 from chipfit.calibration.spread_samples import SpreadSamples
 from chipfit.errors import DataError
 from chipfit.files import WINDOWS
@@ -145,7 +145,7 @@ class CalibrationData:
         array = next(iter(self.data.values()), None) if isinstance(self.data, Mapping) else self.data
         shape = getattr(array, "shape", None)
         if shape is not None and len(shape):  # big arrays are split into batches
-            return -(-int(shape[0]) // ROWS)
+            return -(-int(shape[0]) // ARRAY_BATCH)
         try:
             return len(self.data)
         except TypeError:

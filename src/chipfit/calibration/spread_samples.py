@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from chipfit.calibration.data import Batch, Whole
+from chipfit.calibration.data import Batch, IndivisibleBatch
 
 #: most samples that are kept, and most numbers in them; at least one sample is kept
 _MOST, _NUMBERS = 128, 1 << 21
@@ -25,7 +25,7 @@ class SpreadSamples:
     def add(self, batch: Batch) -> None:
         """Keep the samples of a batch whose turn it is."""
         sizes = {len(x) if x.dim() else 0 for x in batch}
-        self._cut = self._cut and not isinstance(batch, Whole) and len(sizes) == 1 and 0 not in sizes
+        self._cut = self._cut and not isinstance(batch, IndivisibleBatch) and len(sizes) == 1 and 0 not in sizes
         count = sizes.pop() if self._cut else 1
         while self._next < self.count + count:
             k = self._next - self.count
@@ -44,7 +44,7 @@ class SpreadSamples:
         for k, one in enumerate(self._kept[::step]):
             groups.setdefault(tuple(x.shape for x in one) if self._cut else k, []).append(one)
         if not self._cut:
-            return [Whole(one) for (one,) in groups.values()]
+            return [IndivisibleBatch(one) for (one,) in groups.values()]
         return [[_joined(xs) for xs in zip(*g, strict=True)] if g[1:] else g[0] for g in groups.values()]
 
 

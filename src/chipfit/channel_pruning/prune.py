@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chipfit import steps
-from chipfit.calibration.data import Batch, Call, Whole, count_samples, count_splittable, no_data
+from chipfit.calibration.data import Batch, Call, IndivisibleBatch, count_samples, count_splittable, empty_data_error
 from chipfit.calibration.progress import Progress
 from chipfit.calibration.source import CalibrationData
 from chipfit.channel_pruning.budget import Budget, budgets_of, counts_of
@@ -29,7 +29,7 @@ from chipfit.errors import ConfigError, ExportError, UnknownNameError, check_kno
 from chipfit.files import path_of
 from chipfit.frameworks import adapter_of, check, rebuilt
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import is_linear, out_channels, products
+from chipfit.graph.linear import is_linear, multiplications, out_channels
 from chipfit.plan.record import Plan
 from chipfit.platform.builtin import DEFAULT
 from chipfit.platform.load import load_platform
@@ -308,7 +308,7 @@ class _Search:
                     op=n.op,
                     channels=(counts[0], counts[1]),
                     parameters=(weights[0].numel(), weights[1].numel()),
-                    products=(int(products(self.whole, n)), int(products(self.small, now))),
+                    products=(int(multiplications(self.whole, n)), int(multiplications(self.small, now))),
                     why=self.first.fixed.get(n.name, ""),
                 )
             )
@@ -325,7 +325,7 @@ def _samples(graph: Graph, batches: Iterable[Batch], left: int) -> list[Batch]:
     """Return the first `left` samples in chunks; a batch that cannot be cut counts as a whole."""
     out = list[Batch]()
     for batch in batches:
-        if isinstance(batch, Whole) or not count_splittable(graph, batch):
+        if isinstance(batch, IndivisibleBatch) or not count_splittable(graph, batch):
             out.append(batch)
             left -= count_samples(graph, batch)
         else:
@@ -334,7 +334,7 @@ def _samples(graph: Graph, batches: Iterable[Batch], left: int) -> list[Batch]:
         if left <= 0:
             break
     if not out:
-        raise no_data()
+        raise empty_data_error()
     return out
 
 

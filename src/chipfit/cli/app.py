@@ -37,7 +37,7 @@ from chipfit.files import (
     replace_folder,
 )
 from chipfit.platform.builtin import DEFAULT, built_in
-from chipfit.registry import entries, entry, require_all
+from chipfit.registry import entries, entry, require_modules
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 _ABOUT_PLATFORMS = "Descriptions of chips: built-in ones and your own."
@@ -427,7 +427,7 @@ def _check_installed(
         needs[model] = [("keras", "keras")]
     if os.path.isdir(data):
         needs[data] = [("PIL", "images")]
-    require_all(needs)
+    require_modules(needs)
 
 
 def _runtimes(platform: chipfit.Platform, suffix: str) -> list[str]:

@@ -16,7 +16,7 @@ from chipfit.calibration.progress import Progress
 from chipfit.files import check_writable
 from chipfit.pipeline import quantize
 from chipfit.platform.builtin import DEFAULT
-from chipfit.registry import require_all
+from chipfit.registry import require_modules
 from chipfit.report.report import Report
 from chipfit.report.terminal import accuracies, size
 from chipfit.result import Result
@@ -47,7 +47,7 @@ def run(out: Path, epochs: int = 12, *, quiet: bool = False) -> tuple[Result, di
         ExportError: files cannot be written there.
         RuntimeUnavailable: scikit-learn, ONNX or ONNX Runtime is not installed; names all that are missing.
     """
-    require_all({"chipfit demo": [(library, "demo") for library in ("sklearn", "onnx", "onnxruntime")]})
+    require_modules({"chipfit demo": [(library, "demo") for library in ("sklearn", "onnx", "onnxruntime")]})
     check_writable(out)
     progress = Progress(not quiet)
     sets: Any = digits(Data())  # both halves are tensors

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import valid_tokens, without_padding
-from chipfit.calibration.data import Batch, Whole
+from chipfit.calibration.data import Batch, IndivisibleBatch
 from chipfit.correction.bias import quantized_linear
 from chipfit.graph.data_sizes import with_comparable_outputs
 from chipfit.graph.folds import bias_is_free, move_beta
@@ -52,7 +52,7 @@ class Samples(NamedTuple):
         fit, held = list[Batch](), list[Batch]()
         for k, batch in enumerate(batches):
             count = len(batch[0]) if batch[0].dim() else 1
-            if isinstance(batch, Whole) or count < 2 or any(not x.dim() or len(x) != count for x in batch):
+            if isinstance(batch, IndivisibleBatch) or count < 2 or any(not x.dim() or len(x) != count for x in batch):
                 (held if k % _HELD_OUT == 1 else fit).append(batch)
                 continue
             chosen = torch.arange(count) % _HELD_OUT == 1  # on the CPU: the inputs may lie on several devices
@@ -68,7 +68,7 @@ class MeanReference(Reference):
         self.samples = samples
         batches = [inputs_on(graph.device, batch) for batch in (*samples.fit, *samples.held)]
         self._valid = [valid_tokens(graph, batch) for batch in batches]
-        self._counts = [1 if isinstance(b, Whole) or not b[0].dim() else len(b[0]) for b in (*samples.fit,)]
+        self._counts = [1 if isinstance(b, IndivisibleBatch) or not b[0].dim() else len(b[0]) for b in (*samples.fit,)]
         #: output of an operator -> means of each batch, [samples, C], and the number of positions of a sample
         self.means = dict[str, list[tuple[Tensor, int]]]()
         super().__init__(graph, batches, self._record_means)

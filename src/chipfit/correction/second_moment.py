@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from chipfit.calibration.data import no_data
+from chipfit.calibration.data import empty_data_error
 from chipfit.correction.bias import quantized_linear
 from chipfit.engine.run import run
 from chipfit.graph.ir import CPU, Graph, Node
@@ -18,11 +18,12 @@ from chipfit.plan.record import Plan
 from chipfit.registry import Setting, register
 
 #: channels with a smaller spread, as a share of the largest of the layer, stay unchanged
-_LEAST = 1e-4
+_LEAST_SPREAD = 1e-4
 
 
-_DOES = "each output channel gets its mean and spread in float back; reads the data twice"
-_SETTING = Setting("correct_second_moment", False, _DOES)
+_SETTING = Setting(
+    "correct_second_moment", False, "each output channel gets its mean and spread in float back; reads the data twice"
+)
 
 
 @register("correction", "second_moment", stage="correct", needs=("batches",), setting=_SETTING)
@@ -58,11 +59,11 @@ def correct_second_moment(
     for batch in batches:
         measured.add(batch)
     if not measured.batches:
-        raise no_data()
+        raise empty_data_error()
     for output, node in nodes.items():
-        wanted, here = measured.moments[output]
-        k = _ratio(wanted, here, limit)
-        bias = k * (bias_or_zero(graph, node) - here.mean) + wanted.mean
+        in_float, rounded = measured.moments[output]
+        k = _ratio(in_float, rounded, limit)
+        bias = k * (bias_or_zero(graph, node) - rounded.mean) + in_float.mean
         graph.weights[node.weight] = scale_outputs(node, graph.weights[node.weight].detach(), k)
         with_bias(graph, node, bias)
         by = f"{float(k.min()):.3g} to {float(k.max()):.3g}"
@@ -79,14 +80,14 @@ class _Measurement:
 
     def __init__(self, graph: Graph, plan: Plan, nodes: Mapping[str, Node], limit: float) -> None:
         self.device, self.placed, self.nodes, self.limit = graph.device, placed(graph), nodes, limit
-        rounded = {n.weight for n, _ in quantized_linear(graph, plan)}
-        own = self.placed.weights
-        self.weights = own | {name: plan[name].round(own[name].detach()) for name in rounded}
+        names, own = {n.weight for n, _ in quantized_linear(graph, plan)}, self.placed.weights
+        #: all weights, those of linear operators rounded to their grids
+        self.weights = own | {name: plan[name].round(own[name].detach()) for name in names}
         #: output -> its moments in float, and with rounded weights
         self.moments = {o: (_Moments(), _Moments()) for o in nodes}
         self.batches = 0
         self._floats: Mapping[str, torch.Tensor] = {}  #: outputs of the batch in float
-        self._unread: list[tuple[str, _Moments, _Moments]] = []  #: moments of the batch, perhaps on a device
+        self._pending: list[tuple[str, _Moments, _Moments]] = []  #: moments of the batch, perhaps on a device
 
     @torch.inference_mode()
     def add(self, batch: Sequence[torch.Tensor]) -> None:
@@ -94,10 +95,10 @@ class _Measurement:
         inputs = inputs_on(self.device, batch)
         self._floats = run(self.placed, inputs, keep=set(self.nodes))
         run(self.placed, inputs, weights=self.weights, hook=self._normalize)
-        for output, *new in _read(self._unread):
+        for output, *new in _in_float64(self._pending):
             for total, more in zip(self.moments[output], new, strict=True):
                 total.merge(more)
-        self._unread.clear()
+        self._pending.clear()
         self.batches += 1
 
     def _normalize(self, node: Node, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -106,12 +107,12 @@ class _Measurement:
             return outputs
         axis = channel_axis(node)
         (y,), reference = outputs, self._floats[node.output]
-        here, wanted = (_Moments.of(x, axis) for x in (y, reference))
-        self._unread.append((node.output, wanted, here))
+        rounded, in_float = (_Moments.of(x, axis) for x in (y, reference))
+        self._pending.append((node.output, in_float, rounded))
         shape = [1] * y.dim()
         shape[axis] = -1
-        k = _ratio(wanted, here, self.limit)
-        return (((y - here.mean.view(shape)) * k.view(shape) + wanted.mean.view(shape)).to(y.dtype),)
+        k = _ratio(in_float, rounded, self.limit)
+        return (((y - rounded.mean.view(shape)) * k.view(shape) + in_float.mean.view(shape)).to(y.dtype),)
 
 
 @dataclass(slots=True)
@@ -140,16 +141,16 @@ class _Moments:
         return (self.squares / self.count).sqrt()
 
 
-def _read(seen: Sequence[tuple[str, _Moments, _Moments]]) -> Iterator[tuple[str, _Moments, _Moments]]:
+def _in_float64(pending: Sequence[tuple[str, _Moments, _Moments]]) -> Iterator[tuple[str, _Moments, _Moments]]:
     """Yield moments in float64 on the CPU; those of a device are read together."""
-    parts = on_cpu([x for _, *both in seen for m in both for x in (m.mean, m.squares)])
+    parts = on_cpu([x for _, *both in pending for m in both for x in (m.mean, m.squares)])
     numbers = (x.double() for x in parts)
-    for output, *both in seen:
-        wanted, here = (_Moments(m.count, next(numbers), next(numbers)) for m in both)
-        yield output, wanted, here
+    for output, *both in pending:
+        in_float, rounded = (_Moments(m.count, next(numbers), next(numbers)) for m in both)
+        yield output, in_float, rounded
 
 
-def _ratio(wanted: _Moments, here: _Moments, limit: float) -> torch.Tensor:
+def _ratio(in_float: _Moments, rounded: _Moments, limit: float) -> torch.Tensor:
     """Return k [C]; 1 for channels that hardly vary."""
-    live = (wanted.std > _LEAST * wanted.std.max()) & (here.std > _LEAST * here.std.max())
-    return torch.where(live, wanted.std / here.std, 1.0).clamp(1 / limit, limit)
+    live = (in_float.std > _LEAST_SPREAD * in_float.std.max()) & (rounded.std > _LEAST_SPREAD * rounded.std.max())
+    return torch.where(live, in_float.std / rounded.std, 1.0).clamp(1 / limit, limit)

@@ -1,4 +1,4 @@
-"""Scales from statistics: ranges by rule, ties and dictated scales by the platform, then one legal projection.
+"""Choose scales from statistics: ranges by rule, ties and dictated scales by the platform, then one legal projection.
 
 A bias has input scale x weight scale if the chip adds it in the accumulator, else a range of its own.
 """
@@ -76,9 +76,9 @@ def choose(
     saturated, copied = bounded(graph, groups), copies(graph, *groups)
     for group in groups:
         members = {name: found[name] for name in group if name in found}
-        chosen = {name for name in members if _is_chosen(assignment.tensors[name])}
+        chosen = {name for name in members if _is_overridden(assignment.tensors[name])}
         zeros = {name for name in members if assignment.tensors[name].range is None and _is_zero(name, graph, stats)}
-        found |= _tied(members, dictated.keys(), zeros | (copied - chosen if chosen else saturated))
+        found |= _share_qparams(members, dictated.keys(), zeros | (copied - chosen if chosen else saturated))
     wanted = limit_weight_sums(graph, assignment.constraints, {name: stored for name, (stored, _) in found.items()})
     legal = project(wanted, assignment.constraints)
     _check_moderate(legal)
@@ -92,7 +92,7 @@ def choose(
         seen = stats.get(name) if spec.role == "activation" else None
         out[name] = tensor_plan(spec, nodes.get(spec.node), legal[name], origin, seen)
     out = with_biases(graph, assignment, grids, out)
-    return out | _floats(graph, {name: why for name, why in assignment.floats.items() if name not in out})
+    return out | _float_entries(graph, {name: why for name, why in assignment.floats.items() if name not in out})
 
 
 def is_ruled(t: TensorPlan) -> bool:
@@ -178,17 +178,20 @@ def _check_moderate(scales: Mapping[str, Stored]) -> None:
             raise DataError(what, got=got, allowed=allowed, hint=hint)
 
 
-def _tied(members: Mapping[str, WithOrigin], dictated: Collection[str], besides: set[str]) -> dict[str, WithOrigin]:
+def _share_qparams(
+    members: Mapping[str, WithOrigin], dictated: Collection[str], ignored: set[str]
+) -> dict[str, WithOrigin]:
     """Return tied tensors with one scale and zero point: the dictated ones, or those that cover the range of each.
 
     Args:
-        besides: members whose ranges do not count.
+        dictated: tensors whose numbers the platform dictates.
+        ignored: members whose ranges do not count, unless all are ignored.
     """
     if len(members) < 2:
         return {}
     stored = {name: s for name, (s, _) in members.items()}
     anchor = next((s for name, s in stored.items() if name in dictated), None)
-    ranges = [s for name, s in stored.items() if name not in besides] or list(stored.values())
+    ranges = [s for name, s in stored.items() if name not in ignored] or list(stored.values())
     first = anchor or ranges[0]
     scale, zero_point = first.scale, first.zero_point
     if anchor is None and not all(_equal(s, first) for s in ranges):
@@ -200,12 +203,12 @@ def _tied(members: Mapping[str, WithOrigin], dictated: Collection[str], besides:
     out = {}
     for name, (s, origin) in members.items():
         if name not in dictated:
-            origin += f", tied with {_others(name, members)}"
+            origin += f", tied with {_other_members(name, members)}"
         out[name] = s.with_(scale=scale, zero_point=zero_point), origin
     return out
 
 
-def _others(name: str, members: Mapping[str, Any]) -> str:
+def _other_members(name: str, members: Mapping[str, Any]) -> str:
     """Return the first other members of a tie, and the number of those that are not named."""
     first = [repr(m) for m in itertools.islice(members, _NAMED + 1) if m != name][:_NAMED]
     more = len(members) - 1 - len(first)
@@ -216,7 +219,7 @@ def _equal(a: Stored, b: Stored) -> bool:
     return torch.equal(a.scale, b.scale) and torch.equal(a.zero_point, b.zero_point)
 
 
-def _floats(graph: Graph, reasons: Mapping[str, str]) -> dict[str, TensorPlan]:
+def _float_entries(graph: Graph, reasons: Mapping[str, str]) -> dict[str, TensorPlan]:
     """Return the plan's entries of float tensors, each under the first node that reads or writes it."""
     first: dict[str | None, Node] = {}
     for n in graph.nodes:
@@ -237,7 +240,7 @@ def tensor_plan(
     """Return the plan's entry of a quantized tensor.
 
     Args:
-        node: that makes or reads the tensor; None for an input of the model.
+        node: the one that computes or reads the tensor; None for an input of the model.
         seen: statistics of an activation.
     """
     layer, op = (node.display_name, node.op) if node else ("", "Input")
@@ -264,21 +267,22 @@ class QParamsSource:
     rules: RangeRules  #: of tensors without one of their own
 
     def qparams_of(self, s: TensorSpec, grid: Grid) -> tuple[Stored, str]:
-        """Return how a tensor is stored if no other tensor counts, and the origin of its numbers."""
+        """Return how a tensor is stored before other tensors are considered, and the origin of its numbers."""
         earlier = self.known.get(s.name)
-        if earlier is not None and earlier.stored is not None and _still_holds(earlier.stored, s, grid):
+        if earlier is not None and earlier.stored is not None and _keeps_numbers(earlier.stored, s, grid):
             return earlier.stored, earlier.origin.partition(", tied")[0]
-        q, origin = self._new(s, grid)
+        q, origin = self._choose(s, grid)
         return as_stored(s, grid, q), origin
 
-    def _new(self, s: TensorSpec, grid: Grid) -> tuple[QParams, str]:
+    def _choose(self, s: TensorSpec, grid: Grid) -> tuple[QParams, str]:
+        """Return scale and zero point of a tensor without an earlier decision, and their origin."""
         if s.name in self.dictated:
             scale, zero = self.dictated[s.name]
             numbers = torch.tensor(scale, dtype=torch.float32), torch.tensor(zero, dtype=torch.int32)
             return QParams(*numbers), _FIXED
         if s.role == "weight":
             rule = s.rule or (self.rules.weight_rule if s.axis is not None or grid.symmetric else "no_clipping")
-            w = self._finite(s.name, self.graph.weights[s.name].detach())
+            w = self._without_infinity(s.name, self.graph.weights[s.name].detach())
             parts = w if s.gates is None else w.reshape(s.gates, -1)
             q = choose_qparams(parts, grid, rule=rule, axis=s.axis, block=s.block, extras=self._extras(s.name))
             if s.gates is not None:
@@ -287,7 +291,7 @@ class QParamsSource:
             how = "look-up table fitted to" if grid.kind == "lut" else f"{name_of(rule)} over"
             return q, f"{how} the weights" + self._missing(s, rule)
         if s.range is not None:
-            return of_known_range(s.range, grid), "known beforehand"
+            return qparams_of_range(s.range, grid), "known beforehand"
         if s.name not in self.stats:
             hint = "quantize again with these overrides: `chipfit.quantize(model, data, overrides=...)`"
             raise PlanError(f"Tensor '{s.name}' was not calibrated as a quantized one", hint=hint)
@@ -297,8 +301,8 @@ class QParamsSource:
         q = choose_qparams(seen, grid, rule=rule, z_threshold=z)
         return q, f"{name_of(rule)} over {seen.batches} batches" + self._missing(s, rule)
 
-    def _finite(self, name: str, w: torch.Tensor) -> torch.Tensor:
-        """Return a constant with the extremes of what it bounds in place of infinity."""
+    def _without_infinity(self, name: str, w: torch.Tensor) -> torch.Tensor:
+        """Return a constant whose infinite bounds (of a Max or Min) are the extremes of the value that it bounds."""
         if bool(w.isfinite().all()):
             return w
         bounded = [self.stats[i] for n in self.graph.users()[name] for i in n.inputs if i and i in self.stats]
@@ -306,27 +310,29 @@ class QParamsSource:
         return w.nan_to_num(math.nan, posinf=high, neginf=low)
 
     def _extras(self, name: str) -> Mapping[str, Any]:
+        """Return the statistics of a weight that its range rule needs, such as the importance of each number."""
         return self.stats[name].extras if name in self.stats else {}
 
     def _missing(self, s: TensorSpec, rule: Rule) -> str:
+        """Return the end of an origin, which says that a statistic of the rule was not there."""
         statistic = statistic_of(rule)
         return without(statistic) if statistic and statistic not in self._extras(s.name) else ""
 
 
-def of_known_range(ends: tuple[float, float], grid: Grid) -> QParams:
+def qparams_of_range(ends: tuple[float, float], grid: Grid) -> QParams:
     """Return the parameters of a grid for a range that an override gives; a symmetric threshold is its larger end."""
     given = TensorStats("", low=float(ends[0]), high=float(ends[1]), batches=1)
     return choose_qparams(given, grid, rule="no_clipping", expand=False)
 
 
-def _still_holds(earlier: Stored, s: TensorSpec, grid: Grid) -> bool:
-    """Return whether an earlier decision has this format, but for a fitted table, and no override changes it."""
+def _keeps_numbers(earlier: Stored, s: TensorSpec, grid: Grid) -> bool:
+    """Check whether an earlier decision has this format, but for a fitted table, and no override changes it."""
     same = (earlier.format, earlier.axis, replace(earlier.grid, table=grid.table)) == (s.format_name, s.axis, grid)
-    return same and not _is_chosen(s)
+    return same and not _is_overridden(s)
 
 
-def _is_chosen(s: TensorSpec) -> bool:
-    """Return whether an override chooses the range of a tensor, or the rule for it."""
+def _is_overridden(s: TensorSpec) -> bool:
+    """Check whether an override gives the range of a tensor, or the rule for it."""
     return (s.rule, s.z_threshold, s.range) != (None, None, None)
 
 
@@ -345,7 +351,7 @@ def with_biases(
     """
     plan = Plan(tensors=dict(tensors))
     nodes = {n.name: n for n in graph.nodes}
-    biases = [(c, name, _in_accumulator(c, plan, grids[name])) for c in assignment.constraints for name in c.of("b")]
+    biases = [(c, name, _has_product_scale(c, plan, grids[name])) for c in assignment.constraints for name in c.of("b")]
     for c, name, accumulated in biases:
         if accumulated:
             [w] = c.of("w")
@@ -368,10 +374,10 @@ def with_biases(
     return plan.tensors
 
 
-def _in_accumulator(constraint: Constraint, plan: Plan, grid: Grid) -> bool:
-    """Return whether a bias has the scale of the products.
+def _has_product_scale(constraint: Constraint, plan: Plan, grid: Grid) -> bool:
+    """Check whether a bias has the scale of the products, input scale x weight scale.
 
-    The platform has a rule that says so, or no rule for it and the bias is wide enough to be added to the products.
+    Either a rule of the platform requires it, or there is no rule and the bias is wide enough for the accumulator.
     """
     if not {"in0", "w"} <= set(constraint.slots) or any(plan[w].grid.per == "block" for w in constraint.of("w")):
         return False

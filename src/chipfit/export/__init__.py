@@ -10,7 +10,7 @@ from chipfit.files import path_of
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
-from chipfit.registry import Entry, entries, entry, require
+from chipfit.registry import Entry, entries, entry, require_libraries
 
 
 class FileTensor(NamedTuple):
@@ -66,7 +66,7 @@ def format_of(suffix: str, name: str | None = None) -> Entry:
     if suffix not in found.declares.suffixes:
         allowed = ", ".join(found.declares.suffixes)
         raise ConfigError(f"Format '{name}' cannot write this suffix", got=suffix or "no suffix", allowed=allowed)
-    require(found, ExportError)
+    require_libraries(found, ExportError)
     return found
 
 

@@ -23,13 +23,13 @@ from chipfit.generation.losses import Loss, untrained
 from chipfit.generation.options import Generation
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import products
+from chipfit.graph.linear import multiplications
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.reading import read_model
 from chipfit.registry import is_number
 
 #: multiplications that the default number of steps may take, about a minute on two cores; and its bounds
-WORK, FEWEST, MOST = 1e12, 20, 60
+WORK, FEWEST_STEPS, MOST_STEPS = 1e12, 20, 60
 DEFAULT = Generation()
 _HINT = "give one batch of any numbers: chipfit.generated(model, n, example=torch.zeros(2, 3, 224, 224))"
 
@@ -85,11 +85,11 @@ def generated(
         got = type(options).__name__
         raise ConfigError("Option 'options' must be a chipfit.generation.options.Generation", got=got)
     graph = _captured(model, example)
-    made = _Generator(graph, options, int(n), int(seed), Progress(progress))
-    batches, distance = made.run()
-    found = [_as_batch(graph, batch) for batch in batches]
-    split_label(found[0], graph)
-    return NotedBatches(found, [_note(made, distance)])
+    generator = _Generator(graph, options, int(n), int(seed), Progress(progress))
+    inputs, distance = generator.run()
+    batches = [_as_batch(graph, x) for x in inputs]
+    split_label(batches[0], graph)  # raises if the graph does not accept its own data
+    return NotedBatches(batches, [_note(generator, distance)])
 
 
 def _captured(model: Any, example: Any) -> Graph:
@@ -108,7 +108,7 @@ def _captured(model: Any, example: Any) -> Graph:
 
 
 def _inputs(graph: Graph, options: Generation) -> list[Input]:
-    """Return what is made for each input of a graph.
+    """Return the shape, type and layout of the data to generate for each input of a graph.
 
     Raises:
         DataError: an input does not hold floats, or has its samples elsewhere than on axis 0.
@@ -133,19 +133,20 @@ def _as_batch(graph: Graph, inputs: Sequence[Tensor]) -> Any:
     return kwargs if not args else args[0] if len(args) == 1 and not kwargs else args
 
 
-def _note(made: "_Generator", distance: float) -> str:
+def _note(generator: "_Generator", distance: float) -> str:
     """Return the warning of plans that are made with generated data."""
-    layers = f"{len(made.loss.targets)} batch norm{'s' * (len(made.loss.targets) > 1)}"
-    stale = "; they have the statistics of an untrained network" if untrained(made.loss.targets) else ""
+    targets = generator.loss.targets
+    layers = f"{len(targets)} batch norm{'s' * (len(targets) > 1)}"
+    stale = "; they have the statistics of an untrained network" if untrained(targets) else ""
     return (
-        f"warning: the calibration data are {made.count} inputs generated from {layers} "
-        f"({made.steps} steps), whose statistics they miss by {distance:.2g} of a deviation{stale}: measure the "
+        f"warning: the calibration data are {generator.count} inputs generated from {layers} "
+        f"({generator.steps} steps), whose statistics they miss by {distance:.2g} of a deviation{stale}: measure the "
         "accuracy on real data before use"
     )
 
 
 class _Generator:
-    """One generation: the graph up to what the loss reads, the noise of each batch, and its optimizer."""
+    """One run of the generation: the graph up to the values that the loss reads, the inputs, and the optimization."""
 
     def __init__(self, graph: Graph, options: Generation, count: int, seed: int, progress: Progress) -> None:
         self.loss, self.options, self.progress = Loss(graph, options), options, progress
@@ -165,7 +166,7 @@ class _Generator:
     def run(self) -> tuple[list[list[Tensor]], float]:
         """Return the inputs of each batch, and the root mean square distance from the learned statistics."""
         self._choose_ranges()
-        noise = [[x.requires_grad_() for x in self._start(size)] for size in self.sizes]
+        noise = [[x.requires_grad_() for x in self._initial_noise(size)] for size in self.sizes]
         optimizers = [self.options.optimizer(batch, lr=self.options.rate) for batch in noise]
         schedules = [schedule_of(o, self.options.schedule, self.steps) for o in optimizers]
         with closing(self.progress.count("generate", self._order(), self.steps * len(noise))) as order:
@@ -176,31 +177,32 @@ class _Generator:
                 optimizers[k].step()
                 schedules[k](float(total.detach()))
         with torch.no_grad():
-            apart = float(torch.stack([self._loss(batch, k, None)[1] for k, batch in enumerate(noise)]).mean())
+            squared = float(torch.stack([self._loss(batch, k, None)[1] for k, batch in enumerate(noise)]).mean())
             made = [on_cpu(self._images(batch, None)) for batch in noise]
-        if not math.isfinite(apart) or not all(bool(x.isfinite().all()) for batch in made for x in batch):
+        if not math.isfinite(squared) or not all(bool(x.isfinite().all()) for batch in made for x in batch):
             got, hint = f"rate {self.options.rate:g}", "a lower learning rate: Generation(rate=...)"
             raise DataError("Data generation has diverged", got=got, hint=hint)
-        return made, math.sqrt(apart / 2)
+        return made, math.sqrt(squared / 2)
 
     def _order(self) -> Iterator[int]:
         """Yield the numbers of batches, all of them in each step in a new order."""
         for _ in range(self.steps):
             yield from torch.randperm(len(self.sizes), generator=self.generator).tolist()
 
-    def _start(self, size: int) -> list[Tensor]:
+    def _initial_noise(self, size: int) -> list[Tensor]:
         return inputs_on(self.graph.device, [i.start(size, self.generator) for i in self.inputs])
 
     def _images(self, noise: Sequence[Tensor], generator: torch.Generator | None) -> list[Tensor]:
         return [make(x, generator) for make, x in zip(self.inputs, noise, strict=True)]
 
     def _loss(self, noise: Sequence[Tensor], batch: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the squared distance from the learned statistics, of the batch with this number."""
         env = run(self.graph, self._images(noise, generator), weights=self.weights)
         return self.loss(env, [env[o] for o in self.outputs], batch)
 
     def _choose_ranges(self) -> None:
-        """Choose the range in which inputs start: that with which batch norms are nearest to what they learned."""
-        noise, scored = self._start(self.sizes[0]), list[tuple[float, list[Input]]]()
+        """Choose the range of the first noise: the one nearest to the statistics that the batch norms have learned."""
+        noise, scored = self._initial_noise(self.sizes[0]), list[tuple[float, list[Input]]]()
         for offset, deviation in RANGES:
             self.inputs = [replace(i, offset=offset, deviation=deviation) for i in self.inputs]
             with torch.no_grad():
@@ -209,9 +211,9 @@ class _Generator:
 
 
 def default_steps(graph: Graph, count: int) -> int:
-    """Return the number of steps that `WORK` multiplications allow, between `FEWEST` and `MOST`."""
-    once = 3 * count * sum(products(graph, n) for n in graph.nodes)  # backward takes two of three
-    return int(min(max(WORK / max(once, 1.0), FEWEST), MOST))
+    """Return the number of steps that `WORK` multiplications allow, between `FEWEST_STEPS` and `MOST_STEPS`."""
+    once = 3 * count * sum(multiplications(graph, n) for n in graph.nodes)  # backward takes two of three
+    return int(min(max(WORK / max(once, 1.0), FEWEST_STEPS), MOST_STEPS))
 
 
 def schedule_of(optimizer: torch.optim.Optimizer, kind: str, steps: int) -> Any:

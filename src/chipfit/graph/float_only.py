@@ -9,8 +9,8 @@ from chipfit.graph.ir import Graph, Node
 #: uses of a value, by how much rounding it matters. An index is wrong when it changes at all. A compared value may be
 #: rounded where the network computed it, not where it is an input or a constant
 _EXACT, _COMPARED, _REAL = range(3)
-#: largest ratio of the numbers of a divisor that all are on an 8-bit grid with 0
-_WIDE = 510.0
+#: largest ratio between two numbers of a divisor at which no number of it is rounded to 0 on an 8-bit grid
+_GREATEST_RATIO = 510.0
 #: largest number whose only purpose as an addend or bound is to prevent a division by 0
 _GUARD = 1e-2
 #: operators allowed between a mask and an operator that it does not affect, besides ones that only move values
@@ -31,20 +31,21 @@ def float_only_values(graph: Graph, hidden: Iterable[HiddenScores] = ()) -> dict
     Args:
         hidden: scores whose grid need not hold the numbers that hide some.
     """
-    given, producers, hidden = _given(graph), graph.producers(), list(hidden)
+    given, producers, hidden = _without_features(graph), graph.producers(), list(hidden)
     masked, masks = _masks(graph, given, producers, {n.name for h in hidden for n in h.selections})
     use = dict.fromkeys(graph.outputs, _REAL)
-    whole = set[str]()  # values that determine an index or a cast to integers
+    in_integers = set[str]()  # values that determine an index or a cast to integers
     for n in reversed(graph.nodes):
-        made = max((use.get(o, _EXACT) for o in n.outputs), default=_EXACT)
+        result_use = max((use.get(o, _EXACT) for o in n.outputs), default=_EXACT)
         for slot, i in graph.slots(n):
-            why = _EXACT if (n.name, i) in masks else _use(graph, n, slot, made)
-            use[i] = max(use.get(i, _EXACT), why)
-            behind = not _computes(n) and any(o in whole and graph.is_float(o) for o in n.outputs)
-            if slot == "index" or _to_integers(n) or behind:
-                whole.add(i)
+            use_here = _EXACT if (n.name, i) in masks else _use(graph, n, slot, result_use)
+            use[i] = max(use.get(i, _EXACT), use_here)
+            moved_to_integers = not _computes(n) and any(o in in_integers and graph.is_float(o) for o in n.outputs)
+            if slot == "index" or _to_integers(n) or moved_to_integers:
+                in_integers.add(i)
     real = {v: use[v] > (_COMPARED if v in given else _EXACT) for v in graph.values if v in use and graph.is_float(v)}
-    exact = {v: WHOLE_WHY if is_real else EXACT_WHY for v, is_real in real.items() if not is_real or v in given & whole}
+    whole = given & in_integers
+    exact = {v: WHOLE_WHY if is_real else EXACT_WHY for v, is_real in real.items() if not is_real or v in whole}
     infinite = dict.fromkeys(_infinite(graph, {v for h in hidden for v in (*h.values, *h.fills)}), INFINITE_WHY)
     return infinite | exact | masked | _guarded(graph, producers) | _wide_divisors(graph) | _exponents(graph)
 
@@ -78,7 +79,7 @@ def _wide_divisors(graph: Graph) -> dict[str, str]:
     """Return constant divisors without 0 of which an 8-bit grid would round a number to 0."""
     divisors = [i for n in graph if n.op == "Div" and (i := n.inputs[1]) in graph.weights]
     sizes = {v: graph.weights[v].abs() for v in divisors if graph.is_float(v)}
-    return {v: DIVISOR_WHY for v, w in sizes.items() if 0 < float(w.min()) < float(w.max()) / _WIDE}
+    return {v: DIVISOR_WHY for v, w in sizes.items() if 0 < float(w.min()) < float(w.max()) / _GREATEST_RATIO}
 
 
 def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
@@ -106,14 +107,14 @@ def _guarded(graph: Graph, producers: Mapping[str, Node]) -> dict[str, str]:
     return out
 
 
-def _use(graph: Graph, n: Node, slot: str, made: int) -> int:
-    """Return how a node uses the value in `slot`, if its own results are used as `made`."""
+def _use(graph: Graph, n: Node, slot: str, result_use: int) -> int:
+    """Return how a node uses the value in `slot`, if its own results are used as `result_use`."""
     if n.op == "Size" or slot in ("index", "mask"):
         return _EXACT
     if _computes(n) or (n.facts.extreme and not n.facts.moves):
         return _REAL
     if any(graph.is_float(o) for o in n.outputs):
-        return made
+        return result_use
     return _EXACT if _to_integers(n) else _COMPARED
 
 
@@ -126,7 +127,7 @@ def _computes(n: Node) -> bool:
     return n.op in ("MatMul", "SDPA") or n.facts.weighted
 
 
-def _given(graph: Graph) -> set[str]:
+def _without_features(graph: Graph) -> set[str]:
     """Return inputs, constants, and values that follow from them without a layer that computes features."""
     out = {*graph.inputs, *graph.weights}
     for n in graph.nodes:

@@ -96,7 +96,7 @@ def bias_or_zero(graph: Graph, node: Node) -> torch.Tensor:
     return torch.zeros(out_channels(node, w), dtype=torch.float64, device=w.device)
 
 
-def products(graph: Graph, node: Node) -> float:
+def multiplications(graph: Graph, node: Node) -> float:
     """Return the multiplications for one sample; 0 for operators without sums of products.
 
     Each weight counts once for each position of the output (of the input, for transposed convolutions), of a recurrent

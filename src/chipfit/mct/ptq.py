@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from chipfit import pipeline
-from chipfit.calibration.data import call_of, iterate, no_data
+from chipfit.calibration.data import call_without_label, empty_data_error, iterate
 from chipfit.calibration.progress import Progress
 from chipfit.calibration.signature import expected_inputs
 from chipfit.calibration.source import CalibrationData
@@ -22,7 +22,7 @@ from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import ConfigError, DataError, NothingQuantizedError, UnsupportedError
 from chipfit.frameworks import facts_of, framework_of, load_model
 from chipfit.graph.edit import with_weights_of
-from chipfit.graph.linear import is_linear, products
+from chipfit.graph.linear import is_linear, multiplications
 from chipfit.mct.candidates import candidates_of, chosen_by_index
 from chipfit.mct.core.config import CoreConfig, ResourceUtilization
 from chipfit.mct.core.layer_biases import with_one_bias_a_layer, with_own_biases
@@ -189,7 +189,8 @@ def pytorch_resource_utilization_data(
     linear = [n for n in graph.nodes if is_linear(graph, n) and plan.quantized(n.weight)]
     weights = float(sum(graph.weights[name].numel() for name in {n.weight for n in linear}))
     largest = peak_bytes(graph, plan, bits=8, largest=True)
-    return ResourceUtilization(weights, largest, weights + largest, sum(32 * 32 * products(graph, n) for n in linear))
+    bops = sum(32 * 32 * multiplications(graph, n) for n in linear)
+    return ResourceUtilization(weights, largest, weights + largest, bops)
 
 
 keras_post_training_quantization = form_for_keras(
@@ -344,7 +345,7 @@ def _with_scaled_inputs(
             result = _quantized(model, generator, platform, config.debug_config.network_editor, plain)
     except NothingQuantizedError:
         return unchanged
-    found = ScaledInput.of(read_model(model, *call_of(options["example"], model), of_data=True), result)
+    found = ScaledInput.of(read_model(model, *call_without_label(options["example"], model), of_data=True), result)
     scaled = found.model(model) if found.layers else None
     refusal = found.refusal or ("a weight behind it is not that of one layer" if found.layers else "")
     if scaled is None:
@@ -425,4 +426,4 @@ def first_batch_of(generator: Any) -> Any:
         raise DataError(what, got=type(generator).__name__, hint=hint)
     for batch in iterate(generator):
         return batch
-    raise no_data()
+    raise empty_data_error()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import InstanceOf
 
-from chipfit.calibration.data import SizeMismatch, batches, call_of, no_data
+from chipfit.calibration.data import SizeMismatch, batches, call_without_label, empty_data_error
 from chipfit.engine.run import first_deviation, run
 from chipfit.engine.trees import call_with
 from chipfit.errors import ChipfitError, ConfigError, ExportError, PlanError
@@ -126,7 +126,7 @@ def _reference(float_model: Any, result: Result, generator: Any) -> Graph:
     if framework_of(float_model) != result.graph.framework:
         got, allowed = (facts_of(f).title for f in (framework_of(float_model), result.graph.framework))
         raise ConfigError("Argument 'float_model' is of another framework", got=got, allowed=allowed)
-    captured = read_model(float_model, *call_of(first_batch_of(generator), float_model), of_data=True)
+    captured = read_model(float_model, *call_without_label(first_batch_of(generator), float_model), of_data=True)
     for batch in batches(generator, captured):
         inputs = inputs_on(captured.device, batch)
         with torch.inference_mode():
@@ -135,7 +135,7 @@ def _reference(float_model: Any, result: Result, generator: Any) -> Graph:
         captured.device = rewritten.device  # where both networks run
         agrees = first_deviation(rewritten, inputs, [values[o] for o in captured.outputs]) is None
         return rewritten if agrees else captured
-    raise no_data()
+    raise empty_data_error()
 
 
 def _measured(

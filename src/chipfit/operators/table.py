@@ -1,7 +1,8 @@
 """The canonical operators: one table with every fact about each of them, and what others call it.
 
-A row stands in one of the YAML files beside this module. Its first fields are those of `OpDef`. Each further field is a
-cell of a column: what a framework, the engine or a file format has for the operator.
+A row stands in one of the YAML files beside this module. Its first fields are those of `OpDef`, where `takes` lists the
+slots, and `facts` names facts that are true, or families of facts (`vocabulary.yaml`). Each further field is a cell of
+a column: what a framework, the engine or a file format has for the operator.
 
     infix        the operator of Python in formulas, by its class in `ast`   `operators/formulas.py`
     torch        the ATen operators that become it                  `frameworks/torch/read.py`
@@ -190,7 +191,13 @@ def _add_operator(op: str, row: Mapping[str, Any]) -> None:
 
 
 def _definition(op: str, takes: str = "in0", facts: str = "", **more: Any) -> OpDef:
-    """Return the facts of a row; `facts` are names of families, or of fields that are true."""
+    """Return the facts of a row.
+
+    Args:
+        takes: the slots of its operands.
+        facts: families of facts, and fields that are true.
+        more: other fields of `OpDef`.
+    """
     for word in facts.split():
         more = {**_VOCABULARY["families"].get(word, {word: True}), **more}
     known = {f.name for f in fields(OpDef)}

@@ -19,8 +19,8 @@ from chipfit.graph.ir import Graph, Node, Value
 from chipfit.passes.rewriting import NodeTest, Readers, Rewritten
 from chipfit.registry import register
 
-#: a number at most this large may as well be added to a score as replace it: the sum equals it in float32
-_NEVER = -1e9
+#: a mask may as well add a number up to this one as replace a score by it: in float32 the sum is that number
+_LEAST_SCORE = -1e9
 
 
 class _Refusal(Exception):
@@ -106,7 +106,7 @@ class _Attention:
     def _product_behind(self, value: str) -> Node | None:
         """Return the product with v if it alone reads the attention weights, else None."""
         n = self.readers.only(value)
-        if n is not None and (n.facts.identity or self._keeps_rows(n)):
+        if n is not None and (n.facts.identity or self._reshapes_leading_axes(n)):
             return self._product_behind(n.output)
         return n if n is not None and n.op == "MatMul" and n.inputs[0] == value else None
 
@@ -115,7 +115,7 @@ class _Attention:
         n = self._sole_producer(value)
         if n is None or n.op == "MatMul":
             return None if n is None else _Scores(n)
-        if n.op == "Identity" or self._keeps_rows(n):
+        if n.op == "Identity" or self._reshapes_leading_axes(n):
             return self._scores(n.data)
         if factor := self._factor(n):
             found = self._scores(factor[1])
@@ -132,7 +132,7 @@ class _Attention:
         once = n is not None and len(n.outputs) == 1 and self.readers.only(value) is not None
         return n if once else None
 
-    def _keeps_rows(self, n: Node) -> bool:
+    def _reshapes_leading_axes(self, n: Node) -> bool:
         """Check whether a node only merges or splits axes in front of the last two."""
         if n.op != "Reshape":
             return False
@@ -167,12 +167,20 @@ class _Attention:
         if n.op == "Where":
             condition, a, b = (i or "" for i in n.inputs)
             fills = ((a, self._number(b), True), (b, self._number(a), False))
-            return [(x, _Mask(lead, condition, c, kept)) for x, c, kept in fills if c is not None and c <= _NEVER]
+            return [(x, _Mask(lead, condition, c, kept)) for x, c, kept in fills if c is not None and c <= _LEAST_SCORE]
         return []
 
     # ---------------------------------------------------------------- replacement
 
     def _replace(self, scores: _Scores, last: Node, lead: Shape) -> Node:
+        """Replace the parts by SDPA on operands whose shapes begin with `lead`; return that node.
+
+        Args:
+            last: the product with v.
+
+        Raises:
+            _Refusal: an operand cannot be brought into this shape.
+        """
         graph, shape, first = self.graph, self.graph.shape, scores.product
         operands = [(i or "", n) for n, i in (*((first, i) for i in first.inputs), (last, last.inputs[1]))]
         if any(i in graph.weights for i, _ in operands):
@@ -180,22 +188,25 @@ class _Attention:
         if not lead or any(shape(i)[:-2] != shape(n.output)[:-2] for i, n in operands):
             raise _Refusal("the axes in front of its operands differ")
         self.last = last
-        q, by_q = self._without_factors(first, 0)
-        kt, by_k = self._without_factors(first, 1)
+        q, q_factor = self._without_factors(first, 0)
+        kt, k_factor = self._without_factors(first, 1)
         ins = [self._with_lead(x, lead) for x in (q, self._transposed(kt), operands[2][0])]
         mask, causal = self._mask([self._term(m, lead) for m in scores.masks], *shape(first.output)[-2:])
-        attrs = {"is_causal": causal, "scale": scores.scale * by_q * by_k, "enable_gqa": False}
+        attrs = {"is_causal": causal, "scale": scores.scale * q_factor * k_factor, "enable_gqa": False}
         made = last.with_(op="SDPA", inputs=(*ins, mask) if mask else tuple(ins), attrs=attrs)
         view: list[Node] = []
         if lead != shape(last.output)[:-2]:
             y = Value(new_name(graph, f"{last.name}_sdpa"), (*lead, *shape(last.output)[-2:]), self._dtype)
-            view = [last.with_(op="Reshape", inputs=(y.name,), attrs=_as(shape(last.output)))]
+            view = [last.with_(op="Reshape", inputs=(y.name,), attrs=_shape_attrs(shape(last.output)))]
             made, graph.values[y.name] = made.with_(name=y.name, outputs=(y.name,)), y
         replace_node(graph, last, *self.new, made, *view)
         return made
 
     def _without_factors(self, product: Node, at: int) -> tuple[str, float]:
-        """Remove factors in front of an operand of the product; return the operand and their product."""
+        """Return operand `at` of q k^T without the factors in front of it, and the product of these factors.
+
+        Factors in front of views, which only move numbers, are removed from the graph.
+        """
         operand = value = product.inputs[at] or ""
         scale, reader = 1.0, product
         while (n := self._sole_producer(value)) is not None:
@@ -230,11 +241,11 @@ class _Attention:
         wanted = (*lead, *shape[-2:])
         if shape == wanted:
             return value
-        if n is not None and self._keeps_rows(n) and self.graph.shape(n.data) == wanted:
+        if n is not None and self._reshapes_leading_axes(n) and self.graph.shape(n.data) == wanted:
             return n.data
         if wanted.count(None) > 1:
             raise _Refusal("several sizes of its operands are only known at run time")
-        return self._add("Reshape", wanted, value, **_as(wanted))
+        return self._add("Reshape", wanted, value, **_shape_attrs(wanted))
 
     def _mask(self, terms: Sequence[str], rows: int | None, columns: int | None) -> tuple[str | None, bool]:
         """Return the sum of all masks, None without masks, and whether the one mask is causal instead."""
@@ -256,6 +267,7 @@ class _Attention:
         return self._with_lead(term, lead)
 
     def _filling(self, mask: _Mask, fill: float) -> str:
+        """Return the addend that has `fill` where a mask replaces scores, and 0 elsewhere."""
         numbers, condition = (0.0, fill) if mask.kept else (fill, 0.0), self.graph.weights.get(mask.term)
         if condition is not None:
             return self._constant(torch.where(condition.bool(), *numbers))
@@ -269,7 +281,7 @@ class _Attention:
             return False
         later = torch.ones(size, size, dtype=torch.bool).triu(1)
         w = w.detach().reshape(size, size)
-        return bool((w[later] <= _NEVER).all() and (w[~later] == 0).all())
+        return bool((w[later] <= _LEAST_SCORE).all() and (w[~later] == 0).all())
 
     def _constant(self, value: torch.Tensor) -> str:
         name = new_name(self.graph, f"{self.last.name}.mask")
@@ -288,5 +300,6 @@ class _Attention:
         return name
 
 
-def _as(shape: Shape) -> dict[str, Any]:
+def _shape_attrs(shape: Shape) -> dict[str, Any]:
+    """Return the attributes of a Reshape to a shape with at most one open size."""
     return {"shape": tuple(-1 if s is None else s for s in shape)}

@@ -24,7 +24,7 @@ from chipfit.decide.assignment import Assignment
 from chipfit.decide.part_noise import PartOnGrid, describe, on_dictated_scale, parts_on_grid, squared_errors
 from chipfit.graph.ir import Graph, Node
 from chipfit.graph.joins import Joins
-from chipfit.graph.linear import products
+from chipfit.graph.linear import multiplications
 from chipfit.quantizers.grids import Grid
 from chipfit.ranges import choose
 from chipfit.ranges.qparams import QParams
@@ -182,7 +182,7 @@ class Cut:
             self._capacity[self._side(kernel, "writes"), FLOAT] += lost
         if n.name == kernel and {"float", "whole"} <= {*can}:
             reads, writes = self._side(kernel, "reads"), self._side(kernel, "writes")
-            self._capacity[INTEGER, reads] += PRODUCT_COST * products(self.graph, n)
+            self._capacity[INTEGER, reads] += PRODUCT_COST * multiplications(self.graph, n)
             self._capacity[writes, reads] = math.inf  # no kernel computes integers from floats
 
     def _add_edge(self, value: str, reader: int) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from chipfit.calibration.collect import TensorStats
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import products
+from chipfit.graph.linear import multiplications
 from chipfit.passes.composites import composites_in
 from chipfit.passes.float_regions import FLOAT, INTEGER, NOISE_COST, PRODUCT_COST, Cut, relative_noise
 from chipfit.quantizers.grids import Grid
@@ -108,7 +108,7 @@ class _CompositeCut(Cut):
         super()._add_node(n, inputs)
         if n.composite == self.kernel(n):
             side = self._side(n.composite, "")
-            self._capacity[INTEGER, side] += PRODUCT_COST * products(self.graph, n)
+            self._capacity[INTEGER, side] += PRODUCT_COST * multiplications(self.graph, n)
             for value in {i for i in n.inputs if i is not None} - {*inputs, *self.graph.weights, *self._moved}:
                 cost, counted = NOISE_COST * self._noise_of_part(n, value), self._counted.get(value, 0.0)
                 self._capacity[side, FLOAT] += max(cost - counted, 0.0)

@@ -96,16 +96,18 @@ def _with_names(table: Any) -> Any:
     return {k: {**from_json(v), "name": k} if isinstance(v, dict) else v for k, v in table.items()}
 
 
-def _as_given(x: Any, read: Any) -> Any:
+def _unchanged(x: Any, read: Any) -> Any:
     """Check data, and keep the order of their keys."""
     read(x)
     return x
 
 
-#: JSON data of a record
-Marked = Annotated[T, BeforeValidator(from_json)]
+#: a record that is checked after `from_json` has read its marks ("$tuple", "$float", "$ref")
+FromJson = Annotated[T, BeforeValidator(from_json)]
+#: records by name, of which each has its name as a field
 _Named = Annotated[dict[str, T], BeforeValidator(_with_names)]
-_AsGiven = Annotated[T, WrapValidator(_as_given)]
+#: data that are checked, but kept as they were given: a TypedDict would drop the order of keys
+_Unchanged = Annotated[T, WrapValidator(_unchanged)]
 
 
 def check_schema(data: Any, what: str) -> None:
@@ -129,13 +131,13 @@ def check_schema(data: Any, what: str) -> None:
 class _Graph(TypedDict):
     schema: int
     values: _Named[Value]
-    nodes: list[Marked[Node]]
+    nodes: list[FromJson[Node]]
     weights: list[str]
     aliases: dict[str, str]
     trainable: set[str]
-    folds: NotRequired[dict[str, Marked[Fold]]]  # newer than the schema
+    folds: NotRequired[dict[str, FromJson[Fold]]]  # newer than the schema
     outer_layers: NotRequired[dict[str, tuple[str, dict[str, Any]]]]  # likewise
-    removed: NotRequired[list[Marked[Removed]]]  # likewise
+    removed: NotRequired[list[FromJson[Removed]]]  # likewise
     channels_last: NotRequired[list[str]]  # likewise; weights in this memory format, in which sums have another order
     inputs: list[str]
     outputs: list[str]
@@ -147,20 +149,24 @@ class _Graph(TypedDict):
 
 @with_config(_STRICT)
 class _Call(TypedDict):
-    args: int
-    leaves: int
-    tensors: list[int]
-    kwargs: list[str]
-    names: list[str]
-    plain: NotRequired[str]
-    captured: NotRequired[str]
-    packed: NotRequired[bool]
-    batch: NotRequired[list[list[int]]]
-    states: NotRequired[list[list[int]]]
+    """The call with which a model was captured (`Graph.in_spec`); leaves are those of its nested arguments."""
+
+    args: int  #: number of arguments by position
+    leaves: int  #: number of leaves, of which some are no tensors
+    tensors: list[int]  #: which leaves are the graph's inputs, ascending
+    kwargs: list[str]  #: names of arguments by name
+    names: list[str]  #: names of the parameters
+    plain: NotRequired[str]  #: the nesting in plain containers
+    captured: NotRequired[str]  #: the nesting in the containers of the model
+    packed: NotRequired[bool]  #: all inputs are one argument, as in Keras
+    batch: NotRequired[list[list[int]]]  #: (input, axis) of each axis of samples
+    states: NotRequired[list[list[int]]]  #: (input, output) of each state: the output is its next value
 
 
 @with_config(_STRICT)
 class _Results(TypedDict):
+    """The results of a model (`Graph.out_spec`): nesting as in `_Call`, and an output or a constant for each leaf."""
+
     plain: str
     captured: NotRequired[str]
     leaves: list[dict[str, Any]]
@@ -354,13 +360,13 @@ class _Plan(TypedDict):
     ties: tuple[tuple[str, ...], ...]
     fixed: NotRequired[tuple[str, ...]]  # these four are newer than the schema
     zeros: NotRequired[tuple[str, ...]]
-    limits: NotRequired[tuple[Marked[ScaleBound], ...]]
+    limits: NotRequired[tuple[FromJson[ScaleBound], ...]]
     sums: NotRequired[Annotated[dict[str, PositiveFloat], AfterValidator(lambda sums: tuple(sums.items()))]]
     rewrites: tuple[str, ...]
     tensors: _Named[Annotated[TensorPlan, WrapValidator(_read_tensor)]]
     nodes: _Named[NodePlan]
     float_edges: frozenset[tuple[str, str]]
-    provenance: Marked[_AsGiven[_Provenance]]
+    provenance: FromJson[_Unchanged[_Provenance]]
 
 
 _PLAN = TypeAdapter(_Plan)

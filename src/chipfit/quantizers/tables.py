@@ -17,7 +17,7 @@ FLOATS = {
     "e3m2": (3, 2, 28.0),
     "e2m3": (2, 3, 7.5),
 }
-#: most distinct values that a fit distinguishes; nearby ones are counted together
+#: most distinct values that the fit of a look-up table distinguishes; nearby ones are counted together
 _DISTINCT = 1024
 
 
@@ -50,8 +50,8 @@ def log_table(base: float, bits: int) -> tuple[float, ...]:
 
 
 def constant(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Return numbers, [N], with the dtype and on the device of `like`, where they are copied once."""
-    if type(like) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():  # symbols are not to be kept
+    """Return numbers, [N], with the dtype and on the device of `like`; each such tensor is made once and kept."""
+    if type(like) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():  # a symbol must not be kept
         return torch.tensor(values, dtype=like.dtype, device=like.device)
     return _constant(values, like.dtype, like.device)
 

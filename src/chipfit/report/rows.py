@@ -10,7 +10,7 @@ import torch
 
 from chipfit.graph.hidden_scores import is_visible
 from chipfit.graph.ir import Graph, Node
-from chipfit.graph.linear import products
+from chipfit.graph.linear import multiplications
 from chipfit.plan.record import NodePlan, Plan, TensorPlan
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import features_with_other_results, simulates_arithmetic
@@ -82,7 +82,7 @@ class _Rows:
             why=decided.why,
             simd=decided.simd,
             reads=tuple(dict.fromkeys(makers[v].name if v in makers else v for v in data)),
-            products=0.0 if node.op == "Input" else products(self.graph, node),
+            products=0.0 if node.op == "Input" else multiplications(self.graph, node),
             **self._result(node),
             **self._verified(node.output),
             **_weights(self.graph, self.plan, node),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from chipfit.calibration.data import Batch, count_samples, no_data
+from chipfit.calibration.data import Batch, count_samples, empty_data_error
 from chipfit.engine.run import run
 from chipfit.errors import ConfigError, check_known, short_message
 from chipfit.export.io_spec import output_names
@@ -119,33 +119,31 @@ def measure(
         DataError: there is no batch.
         ConfigError: a metric is not a function, fails, or returns no number.
     """
-    asked, found = checked_metrics(metrics), kernels(graph, plan)
-    unequal = sized_by_data(graph)
-    known = {k: v for k, v in found.items() if reference.values.get(v) and reference.is_float(v)}
-    known = {k: v for k, v in known.items() if v not in unequal}
-    lost = [k for k in found if k not in known]
+    outputs, layers = _Means(checked_metrics(metrics)), _Means(metrics)
+    unequal, results = sized_by_data(graph), kernels(graph, plan)
+    compared = {
+        v: k for k, v in results.items() if v in reference.values and reference.is_float(v) and v not in unequal
+    }
+    lost = [k for k, v in results.items() if v not in compared]
     notes = [*notes, *([f"without a counterpart of its size in the float network: {', '.join(lost)}"] if lost else [])]
-    sums = _Sums(asked)
-    there, float_there, rounding = placed(graph), placed(reference), rounded_once(graph, plan, {})
+    on_device, float_on_device, rounding = placed(graph), placed(reference), rounded_once(graph, plan, {})
     with torch.inference_mode():
         for batch in batches:
-            inputs = inputs_on(graph.device, batch)
-            want = run(float_there, inputs, keep=list(known.values()))
-            sums.weight = count_samples(graph, batch)
-            flow, by_value = QuantizedRun(there, plan, inputs, rounding=rounding), {v: k for k, v in known.items()}
+            inputs, samples = inputs_on(graph.device, batch), count_samples(graph, batch)
+            want = run(float_on_device, inputs, keep=list(compared))
+            flow = QuantizedRun(on_device, plan, inputs, rounding=rounding)
             for node in flow.steps():
-                for value in (o for o in node.outputs if o in by_value):
-                    got = flow.env[value]
-                    sums.add(by_value[value], want[value], plan[value].round(got) if plan.quantized(value) else got)
-            last = rounded_outputs(plan, flow.outputs)
-            for name, mine, theirs in zip(output_names(graph), graph.outputs, reference.outputs, strict=True):
-                if graph.is_float(mine) and mine not in unequal:
-                    sums.add((name,), want[theirs], last[mine])
-    if not sums.samples:
-        raise no_data()
-    ends = {k[0]: row for k, row in sums.means().items() if isinstance(k, tuple)}
-    inner = {k: row for k, row in sums.means().items() if isinstance(k, str)}
-    return Similarity(ends, inner, int(max(sums.samples.values())), known, tuple(notes))
+                for value in (o for o in node.outputs if o in compared):
+                    got = plan[value].round(flow.env[value]) if plan.quantized(value) else flow.env[value]
+                    layers.add(compared[value], want[value], got, samples)
+            rounded = rounded_outputs(plan, flow.outputs)
+            for name, value, float_value in zip(output_names(graph), graph.outputs, reference.outputs, strict=True):
+                if graph.is_float(value) and value not in unequal:
+                    outputs.add(name, want[float_value], rounded[value], samples)
+    counts = [*outputs.samples.values(), *layers.samples.values()]
+    if not counts:
+        raise empty_data_error()
+    return Similarity(outputs.means(), layers.means(), max(counts), {k: v for v, k in compared.items()}, tuple(notes))
 
 
 def kernels(graph: Graph, plan: Plan) -> dict[str, str]:
@@ -181,27 +179,27 @@ def checked_metrics(metrics: Mapping[str, Any]) -> Mapping[str, Metric]:
     return metrics
 
 
-class _Sums:
-    """Sums of metrics over batches, each weighted by its samples."""
+class _Means:
+    """Means of metrics over batches, each weighted by its samples."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self.metrics, self.weight = metrics, 0
-        self._sums: dict[Any, dict[str, float]] = {}
-        self.samples: dict[Any, int] = {}  #: by kernel, or by (output,)
+        self.metrics = metrics
+        self._sums: dict[str, dict[str, float]] = {}  #: kernel or output -> metric -> sum over samples
+        self.samples: dict[str, int] = {}  #: by kernel or output
 
-    def add(self, key: Any, want: Tensor, got: Tensor) -> None:
+    def add(self, name: str, want: Tensor, got: Tensor, samples: int) -> None:
         x, y = on_cpu([want, got.to(dtype=want.dtype)])
-        sums = self._sums.setdefault(key, dict.fromkeys(self.metrics, 0.0))
-        for name, metric in self.metrics.items():
-            sums[name] += self.weight * _number(name, metric, x, y, key)
-        self.samples[key] = self.samples.get(key, 0) + self.weight
+        sums = self._sums.setdefault(name, dict.fromkeys(self.metrics, 0.0))
+        for metric, function in self.metrics.items():
+            sums[metric] += samples * _number(metric, function, x, y, name)
+        self.samples[name] = self.samples.get(name, 0) + samples
 
-    def means(self) -> dict[Any, dict[str, float]]:
+    def means(self) -> dict[str, dict[str, float]]:
         return {k: {m: v / self.samples[k] for m, v in row.items()} for k, row in self._sums.items()}
 
 
-def _number(name: str, metric: Metric, x: Tensor, y: Tensor, key: Any) -> float:
-    """Return the metric of two values.
+def _number(name: str, metric: Metric, x: Tensor, y: Tensor, of: str) -> float:
+    """Return the metric of two values of a kernel or output.
 
     Raises:
         ConfigError: the user's function fails, or returns no number.
@@ -209,7 +207,7 @@ def _number(name: str, metric: Metric, x: Tensor, y: Tensor, key: Any) -> float:
     try:
         found = metric(x, y)
     except Exception as e:
-        where = f"values {list(x.shape)} of '{key[0] if isinstance(key, tuple) else key}'"
+        where = f"values {list(x.shape)} of '{of}'"
         raise ConfigError(f"Metric '{name}' fails: {short_message(e)}", where=where) from e
     if isinstance(found, Tensor) and found.numel() == 1:
         found = found.item()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import valid_tokens
-from chipfit.calibration.data import Batch, Whole, no_data
+from chipfit.calibration.data import Batch, IndivisibleBatch, empty_data_error
 from chipfit.decide.insertions import without_insertions
 from chipfit.engine.kernels import execute
 from chipfit.engine.run import Hook, done_after, run
@@ -188,7 +188,8 @@ def limit_samples(batches: Iterable[Batch], most: float) -> list[Batch]:
     left, out = most, list[Batch]()
     for batch in batches:
         size = count_samples([batch])
-        cut = left < size and not isinstance(batch, Whole) and all(x.dim() and len(x) == len(batch[0]) for x in batch)
+        whole = left >= size or isinstance(batch, IndivisibleBatch)
+        cut = not whole and all(x.dim() and len(x) == len(batch[0]) for x in batch)
         out.append([x[: int(left)] for x in batch] if cut else batch)
         left -= size
         if left <= 0:
@@ -205,7 +206,7 @@ def split_holdout(batches: list[Batch], guard: bool = True) -> tuple[list[Batch]
         DataError: there is no batch.
     """
     if not batches:
-        raise no_data()
+        raise empty_data_error()
     samples = count_samples(batches)
     first = limit_samples(batches, samples - int(samples * HELD_OUT) if guard else samples)
     whole, last = batches[len(first) - 1], first[-1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chipfit.calibration.collect import TensorStats, valid_tokens
-from chipfit.calibration.data import Batch, Whole
+from chipfit.calibration.data import Batch, IndivisibleBatch
 from chipfit.engine.run import run
 from chipfit.graph.data_sizes import with_comparable_outputs
 from chipfit.graph.ir import Graph, Node
@@ -130,7 +130,7 @@ def first_samples(batches: Iterable[Batch]) -> Iterable[list[Tensor]]:
     left = IMAGES
     for batch in batches:
         sizes = {len(x) if x.dim() else 0 for x in batch}
-        if isinstance(batch, Whole) or len(sizes) > 1 or 0 in sizes:
+        if isinstance(batch, IndivisibleBatch) or len(sizes) > 1 or 0 in sizes:
             yield list(batch)
             left -= 1
         else:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from chipfit.errors import ExportError, RuntimeUnavailable
 from chipfit.files import folder_beside, write_atomically
-from chipfit.registry import Entry, entries, require
+from chipfit.registry import Entry, entries, require_libraries
 from chipfit.validation import error_of
 
 #: (float32 numbers, scale) -> the numbers in steps of the scale, rounded
@@ -65,7 +65,7 @@ def write_opened(write: Callable[[Path], Path], path: Path, names: Sequence[str]
 def installed(runtime: Entry) -> bool:
     """Return whether the libraries that a runtime declares are installed."""
     try:
-        require(runtime)
+        require_libraries(runtime)
     except RuntimeUnavailable:
         return False
     return True

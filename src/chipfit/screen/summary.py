@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 LINES, COLUMNS = 40, 80  #: of a terminal: nothing is longer or wider
-MANY = 32  #: rows of a table that fit together with the facts above it
+MOST_ROWS = 32  #: rows of a table that fit together with the facts above it
 CHARACTERS = 4000  #: of a page: nothing is longer
 Cell = str | int | float | None
 #: notebooks align cells to the right, which is for numbers
@@ -50,13 +50,14 @@ class Summary:
     def text(self) -> str:
         """Return at most `LINES` lines of at most `COLUMNS` characters."""
         lines = [shorten(self.title, COLUMNS)]
-        wide = max(map(len, self.facts), default=0) + 2
+        label_width = max(map(len, self.facts), default=0) + 2
         for label, fact in self.facts.items():
-            first, *more = textwrap.wrap(fact, COLUMNS - wide, max_lines=4, placeholder=" …") or [""]
-            lines += [label.ljust(wide) + first, *(" " * wide + m for m in more)] if fact else []
+            first, *more = textwrap.wrap(fact, COLUMNS - label_width, max_lines=4, placeholder=" …") or [""]
+            lines += [label.ljust(label_width) + first, *(" " * label_width + m for m in more)] if fact else []
         room = LINES - len(lines) - 3
         if self.rows and room > 0:
-            lines += ["", *_aligned(self.header, [list(map(_cell, r)) for r in self.rows[:room]], _numbers(self.rows))]
+            shown = [list(map(_cell, r)) for r in self.rows[:room]]
+            lines += ["", *_aligned(self.header, shown, _number_columns(self.rows))]
             left = len(self.rows) - room
             lines += [shorten(f"… and {left} more: {self.rest}", COLUMNS)] if left > 0 else []
         return "\n".join(lines)
@@ -81,15 +82,19 @@ class Summary:
         return page(next(fitting, 0)) if rows else f"{head}</div>"
 
 
-def joined(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return rows of layer, operator, exec and more; of more than `MANY` the operators of a layer stand in one row.
+def join_rows(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Return one row a layer in place of its operators, if there are more than `MOST_ROWS`.
 
-    Rows are joined that follow each other and differ in the operator alone; "follow" counts as "int".
+    Rows are joined that follow each other and differ in the operator alone. An operator that takes over the scale of
+    its input ("follow") is joined with those in integers ("int").
 
-    >>> joined([("gru", f"Op{k}", "int") for k in range(40)])
+    Args:
+        rows: (layer, operator, "int", "float" or "follow", further cells).
+
+    >>> join_rows([("gru", f"Op{k}", "int") for k in range(40)])
     [('gru', '40: Op0, Op1, Op2, …', 'int')]
     """
-    if len(rows) <= MANY:
+    if len(rows) <= MOST_ROWS:
         return list(rows)
     runs = (list(run) for _, run in itertools.groupby(rows, key=lambda r: (r[0], r[2] == "float", *r[3:])))
     return [_row_of_layer(run) for run in runs]
@@ -129,7 +134,7 @@ def _cell(value: Cell) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _numbers(rows: Sequence[Sequence[Cell]]) -> list[bool]:
+def _number_columns(rows: Sequence[Sequence[Cell]]) -> list[bool]:
     """Return for each column whether it holds only numbers."""
     return [not any(isinstance(c, str) for c in column) for column in zip(*rows, strict=True)]
 

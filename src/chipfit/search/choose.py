@@ -11,7 +11,7 @@ from chipfit.calibration.data import Batch
 from chipfit.decide.overrides import resolve_overrides
 from chipfit.decision import Decision, choose_scales, decide, plan_of
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import products
+from chipfit.graph.linear import multiplications
 from chipfit.plan.record import Plan
 from chipfit.rounding.compare import Reference
 from chipfit.rounding.fisher import IMAGES, first_samples
@@ -90,7 +90,7 @@ class SearchSpace:
             PlanError: there is none.
         """
         found = self._choices(limits)
-        work = IMAGES * sum(products(self.graph, n) for n in self.graph.nodes)
+        work = IMAGES * sum(multiplications(self.graph, n) for n in self.graph.nodes)
         tries = int(min(TRIES, WORK / max(work, 1.0)))
         if measure is None or limits.loss is not None or tries < 2:
             return next(found)
@@ -134,7 +134,7 @@ class SearchSpace:
         readers = [n for n in self.graph.nodes if n.name in counted]
         if name == "bops":
             wide = {n.data: 8 if n.data in searched else bits_of(self.plan, n.data) for n in readers}
-            return sum(products(self.graph, n) * 8 * wide[n.data] for n in readers)
+            return sum(multiplications(self.graph, n) * 8 * wide[n.data] for n in readers)
         weights = sum(float(self.graph.weights[w].numel()) for w in self.weights)
         values = 0.0 if name == "weights" else peak_bytes(self.graph, self.plan, 8.0, largest)
         return values + (0.0 if name == "activations" else weights)
@@ -164,7 +164,7 @@ class SearchSpace:
                 continue
             implies = {n.weight: tuple(wide[n.weight].index(b) for b, _ in pairs)}
             implies |= {own.name: tuple(own.widths.index(a) for _, a in pairs)} if own else {}
-            times = products(self.graph, n)
+            times = multiplications(self.graph, n)
             costs = {"bops": tuple(times * b * (a or 32.0) for b, a in pairs)} if n.name in counted else {}
             out.append(Choice(f"kernel {n.name}", (0.0,) * len(pairs), costs, implies))
         return out

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from chipfit.calibration.data import Batch, no_data
-from chipfit.decide.scales import of_known_range
+from chipfit.calibration.data import Batch, empty_data_error
+from chipfit.decide.scales import qparams_of_range
 from chipfit.decision import Decision
 from chipfit.graph.ir import Node
 from chipfit.graph.linear import is_linear, places
@@ -124,7 +124,7 @@ def losses(
             s.add(values[s.node.data], values[s.node.output], found[s.node.output], random)
         terms.read()
     if not count:
-        raise no_data()
+        raise empty_data_error()
     for s in (s for s in operators if s.moments.count):
         name, mean, h = s.node.weight, s.moments.means()[0], s.moments.centred()[0]
         for b in widths[name]:
@@ -197,6 +197,6 @@ def _at_widths(d: Decision, stored: Stored, name: str, widths: Iterable[int]) ->
     for bits in out if name in d.stats or ends else ():
         if bits != stored.grid.bits:
             grid = at_width(stored.grid, bits)
-            q = of_known_range(ends, grid) if ends else choose(d.stats[name], grid, rule=d.rules.rule)
+            q = qparams_of_range(ends, grid) if ends else choose(d.stats[name], grid, rule=d.rules.rule)
             out[bits] = replace(stored, grid=grid, scale=q.scale, zero_point=q.zero_point)
     return out

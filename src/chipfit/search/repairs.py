@@ -16,7 +16,7 @@ from chipfit.correction.measured_bias import MeanReference, MeasuredBiases, Samp
 from chipfit.decision import Decision, choose_scales, decide, plan_of, redecide
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import products
+from chipfit.graph.linear import multiplications
 from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan
 from chipfit.registry import OFF, ordered
@@ -100,7 +100,7 @@ def few_samples(d: Decision, seen: SpreadSamples) -> Samples | None:
         return None
     given = sum(x.numel() for x in first[0]) / max(1, sum(_numbers(graph, i) for i in graph.inputs))
     numbers = given * sum(_numbers(graph, o) for n in graph.nodes for o in n.outputs if o in graph.values)
-    work = max(numbers, given * sum(products(graph, n) for n in graph.nodes) / _PRODUCTS, 1.0)
+    work = max(numbers, given * sum(multiplications(graph, n) for n in graph.nodes) / _PRODUCTS, 1.0)
     return Samples.of(seen.take(min(_MOST, max(_LEAST, int(_NUMBERS / work)))))
 
 
@@ -219,10 +219,10 @@ def with_precise_layers(
     Layers with few multiplications are tried one after the other while the loss is doubtful, then the first layers
     together: a logarithm behind a spectrum makes each error as large as all of them.
     """
-    reference, whole = before.reference, sum(products(d.graph, n) for n in d.graph.nodes)
+    reference, whole = before.reference, sum(multiplications(d.graph, n) for n in d.graph.nodes)
     costs: dict[str, float] = {}  # layer -> its share of all multiplications
     for n in d.graph.nodes if whole else ():
-        costs[n.display_name] = costs.get(n.display_name, 0.0) + products(d.graph, n) / whole
+        costs[n.display_name] = costs.get(n.display_name, 0.0) + multiplications(d.graph, n) / whole
     first = [name for name, share in zip(costs, accumulate(costs.values()), strict=True) if share <= _FRONT]
     front = Suggestion("", dict.fromkeys(first, "float"), None)
     for _ in range(_ROUNDS if whole else 0):

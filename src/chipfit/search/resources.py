@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from chipfit.engine.run import done_after
 from chipfit.graph.ir import Graph
-from chipfit.graph.linear import is_linear, products
+from chipfit.graph.linear import is_linear, multiplications
 from chipfit.plan.record import Plan
 
 
@@ -28,7 +28,7 @@ def resources(graph: Graph, plan: Plan) -> Resources:
     """Return the needs of linear operators and of the values between kernels; floats have 32 bits."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
     weights = sum(graph.weights[w].numel() * bits_of(plan, w) / 8 for w in dict.fromkeys(n.weight for n in linear))
-    bops = {n.name: products(graph, n) * bits_of(plan, n.data) * bits_of(plan, n.weight) for n in linear}
+    bops = {n.name: multiplications(graph, n) * bits_of(plan, n.data) * bits_of(plan, n.weight) for n in linear}
     sole = sole_readers(graph)
     return Resources(
         weights=weights,

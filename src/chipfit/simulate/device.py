@@ -29,7 +29,7 @@ def device_model(graph: Graph, plan: Plan, platform: Platform) -> Any:
         runtime = entry("runtime", platform.runtimes[0]).declares
         formats = (e.declares for e in entries("format").values() if not e.declares.named)
         files = (f for f in formats if runtime.suffix in f.suffixes)
-        kernels, part = runtime.kernels, next((f.part(graph, plan) for f in files), None)
+        kernels, part = runtime.kernels, next((f.batch_size(graph, plan) for f in files), None)
     profile = profile_for(platform, kernels)
     graph, plan = with_integers(graph, plan)
     float_ops = float_operators(graph, plan, profile)

@@ -18,7 +18,7 @@ from chipfit.files import path_of, wrap_read_errors
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
-from chipfit.registry import require_all
+from chipfit.registry import require_modules
 from chipfit.runtimes.tflm import operator_names
 from chipfit.screen import Summary, SummaryRepr
 
@@ -141,7 +141,7 @@ def compile_file(path: str | Path, accelerator: str, layers: dict[str, str] | No
 
 def _check(accelerator: str) -> None:
     check_known("accelerator", accelerator, ACCELERATORS)
-    require_all({"Result.npu": [("ethosu", "vela")]})
+    require_modules({"Result.npu": [("ethosu", "vela")]})
 
 
 def _run(file: Path, accelerator: str, folder: str) -> str:

@@ -31,7 +31,7 @@ from chipfit.plan.tables import with_integers
 from chipfit.platform.schema import Platform
 from chipfit.platform.support import features_with_other_results, simulates_arithmetic
 from chipfit.quantizers.grids import Grid
-from chipfit.registry import DeviceRuntime, entries, entry, require
+from chipfit.registry import DeviceRuntime, entries, entry, require_libraries
 from chipfit.rounding.outputs import output_labels
 from chipfit.settings import END_TO_END_SAMPLES
 from chipfit.simulate.device import float_operators, output
@@ -96,7 +96,7 @@ def verify(
     given = None if path is None else path_of(path, RuntimeUnavailable)
     runtime = default_runtime(platform, "" if given is None else given.suffix) if runtime is None else runtime
     found = entry("runtime", runtime)
-    require(found)
+    require_libraries(found)
     quantized, chains = _compared_tensors(graph, plan)
     inner = {c[0]: c for c in chains}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -17,11 +17,11 @@ from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import DataError
 from chipfit.export import export
 from chipfit.graph.ir import CPU, Graph
-from chipfit.graph.linear import products
+from chipfit.graph.linear import multiplications
 from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan
 from chipfit.platform.schema import Platform
-from chipfit.registry import entry, require
+from chipfit.registry import entry, require_libraries
 from chipfit.screen import Summary, SummaryRepr
 from chipfit.verify.run import default_runtime
 
@@ -102,7 +102,7 @@ def measure(
     """
     name = default_runtime(platform) if runtime is None else runtime
     found = entry("runtime", name)
-    require(found)
+    require_libraries(found)
     first = None if data is None else next(iter(iterate(data, fixed_batch_of(graph))), None)
     if first is None:
         raise DataError("There are no data to measure on", hint="give at least one batch")
@@ -174,7 +174,7 @@ def operator_work(graph: Graph, plan: Plan, inputs: Sequence[Any]) -> list[Opera
                 name=node.display_name,
                 op=node.op,
                 exec=decided.exec,
-                products=int(products(graph, node)),
+                products=int(multiplications(graph, node)),
                 float_bytes=sum(4 * elements.get(t, 0) for t in values),
                 quantized_bytes=sum(map(stored_bytes, values)),
             )

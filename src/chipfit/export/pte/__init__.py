@@ -22,7 +22,7 @@ def _read_back(path: Path) -> dict[str, FileTensor]:
     libraries=("executorch", "flatbuffers"),
     extra="executorch",
     options=("batch",),
-    part=lambda graph, plan: 1,
+    batch_size=lambda graph, plan: 1,
     stored=_read_back,
 )
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:

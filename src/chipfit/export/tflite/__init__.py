@@ -26,7 +26,7 @@ _SHARED: dict[str, Any] = {
 }
 
 
-@register("format", "tflite", suffixes=(".tflite",), stored=_read_back, part=fixed_batch_size, **_SHARED)
+@register("format", "tflite", suffixes=(".tflite",), stored=_read_back, batch_size=fixed_batch_size, **_SHARED)
 def export(graph: Graph, plan: Plan, path: Path, platform: Any = None, **options: Any) -> Path:
     """Write a `.tflite` file; see `chipfit.export.tflite.writer.export_tflite` for the options."""
     from chipfit.export.tflite.writer import export_tflite

@@ -4,7 +4,7 @@ import contextlib
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.export.tflite.arena import ALIGNMENT, arena
-from chipfit.registry import entry, require
+from chipfit.registry import entry, require_libraries
 
 _BYTES_PER_LINE = 16
 
@@ -44,7 +44,7 @@ def _arena_and_comment(content: bytes) -> tuple[int, str]:
     """Return the arena that TensorFlow Lite Micro needs, measured where it is installed, else predicted; and which."""
     runtime = entry("runtime", "tflm")
     with contextlib.suppress(RuntimeUnavailable):  # not installed, or it lacks an operator, which `lint` names
-        require(runtime)
+        require_libraries(runtime)
         return runtime.thing.arena(content), (
             "// The least arena with which TensorFlow Lite Micro loads the file, measured by its interpreter on a\n"
             "// 64-bit processor; kernels of other libraries, such as CMSIS-NN, may need scratch buffers."

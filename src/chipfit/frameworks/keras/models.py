@@ -24,7 +24,7 @@ from chipfit.frameworks.keras.layers import (
 )
 from chipfit.frameworks.training import ScaleBounds, check_numbers
 from chipfit.graph.ir import Graph
-from chipfit.plan.json_codec import Marked, record_to_json
+from chipfit.plan.json_codec import FromJson, record_to_json
 from chipfit.quantizers.scale_bounds import SLACK, ScaleBound, clip_to_bounds
 from chipfit.validation import check_value
 
@@ -100,7 +100,7 @@ class KerasScaleBounds(ScaleBounds):
         Raises:
             PlanError: A bound is malformed.
         """
-        limits = check_value(list[Marked[ScaleBound]], config["limits"], PlanError, "the bounds", json=True)
+        limits = check_value(list[FromJson[ScaleBound]], config["limits"], PlanError, "the bounds", json=True)
         return cls(model, [ScaleSlot(*s) for s in config["scales"]], limits)
 
     def freeze(self) -> None:

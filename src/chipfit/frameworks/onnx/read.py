@@ -1,8 +1,9 @@
 """Readers of ONNX operators: a cell of the table of operators where that suffices, else a short function.
 
 The cell is the one that files are written by (`export.onnx.ops`), read in the other direction. A function maps an
-`OnnxCall` to the result, or to a list of results. Either raises `Unreadable` for a node without canonical equivalent;
-that node becomes an opaque one.
+`OnnxCall` to the result, or to a list of results: `c.emit` adds the canonical node that computes the result and has its
+name, `c.step` one that computes an intermediate value. Either raises `Unreadable` for a node without canonical
+equivalent; that node becomes an opaque one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,9 +51,9 @@ def _as_flag(v: Any) -> bool:
 
 
 #: kind of an attribute -> its conversion from ONNX
-_KINDS: dict[str, Callable[[Any], Any]] = {"flag": _as_flag, "int*": tuple, "count*": tuple, "size*": tuple}
+_FROM_ATTRIBUTE: dict[str, Callable[[Any], Any]] = {"flag": _as_flag, "int*": tuple, "count*": tuple, "size*": tuple}
 #: form of a constant operand -> its conversion from numbers
-_FORMS: dict[str, Callable[[Any], Any]] = {
+_FROM_CONSTANT: dict[str, Callable[[Any], Any]] = {
     "real": lambda v: None if v is None else float(v),
     "integer": lambda v: int(np.array(v).item()),  # a number, or a list of one
 }
@@ -85,22 +86,22 @@ def _enter_cell(
     """
     slots = OPS[op].slots
     words = [
-        (ours, theirs, _KINDS.get(ATTRIBUTES.get(ours, ""), lambda v: v)) for ours, theirs, _ in attribute_words(attrs)
+        (ours, theirs, _FROM_ATTRIBUTE.get(ATTRIBUTES.get(ours, ""), lambda v: v))
+        for ours, theirs, _ in attribute_words(attrs)
     ]
-    behind = [(ours, _FORMS.get(form)) for ours, _, form in attribute_words(constants)]
-
+    trailing = [(ours, _FROM_CONSTANT.get(form)) for ours, _, form in attribute_words(constants)]
     named = {*(theirs for _, theirs, _ in words), *(fixed or {})}
 
     def read_cell(c: OnnxCall) -> Any:
-        require(all(c.attr(k) == v or _close(c.attr(k), v) for k, v in (fixed or {}).items()))
+        require(all(c.attr(k) == v or _equal_in_float32(c.attr(k), v) for k, v in (fixed or {}).items()))
         many = slots[-1].endswith("*")
         count = len(c.inputs) if many else len(slots)
         operands = [c.optional(k) if not many and slots[k].endswith("?") else c.operand(k) for k in range(count)]
         require(all(k in named or c.is_default(k) for k in c.node.attributes))
         values = [(ours, c.attr(theirs), convert) for ours, theirs, convert in words]
         found = {ours: None if value is None else convert(value) for ours, value, convert in values}
-        require(None not in found.values() and not any(x is not None for x in c.inputs[count + len(behind) :]))
-        for k, (ours, convert) in enumerate(behind, count):
+        require(None not in found.values() and not any(x is not None for x in c.inputs[count + len(trailing) :]))
+        for k, (ours, convert) in enumerate(trailing, count):
             number = present(convert)(c.numbers("", k))
             if ours in OPS[op].attrs:
                 found[ours] = number
@@ -114,7 +115,7 @@ def _enter_cell(
         READERS.setdefault(word, []).append(own)
 
 
-def _close(a: Any, b: Any) -> bool:
+def _equal_in_float32(a: Any, b: Any) -> bool:
     return isinstance(a, float) and isinstance(b, (int, float)) and bool(np.float32(a) == np.float32(b))
 
 
@@ -210,7 +211,7 @@ def _pad(c: OnnxCall) -> Any:
         pairs[axis % x.rank] = (pads[k], pads[k + len(pads) // 2])
     require(mode == "constant" or all(lo >= 0 and hi >= 0 for lo, hi in pairs))
     if mode == "wrap":
-        return _wrapped(c, x, pairs)
+        return _pad_circular(c, x, pairs)
     value = value[0] if isinstance(value, list) else value
     sizes = zip(*(m.shape for m in x.metas), strict=True)
     cuts, padding = split_padding(pairs, [size[0] if len({*size}) == 1 else None for size in sizes])
@@ -221,8 +222,8 @@ def _pad(c: OnnxCall) -> Any:
     return c.emit("Pad", [x], padding=padding, mode=modes[mode], value=float(value or 0))
 
 
-def _wrapped(c: OnnxCall, x: Operand, pairs: Sequence[tuple[int, int]]) -> Operand:
-    """Return an operand between what lies at the other ends of its axes."""
+def _pad_circular(c: OnnxCall, x: Operand, pairs: Sequence[tuple[int, int]]) -> Operand:
+    """Pad an operand as if it continued circularly: in front of an axis with its end, behind it with its beginning."""
     for axis, (low, high) in enumerate(pairs):
         size = min(m.shape[axis] for m in x.metas)
         require(low <= size and high <= size)
@@ -258,19 +259,20 @@ def _gemm(c: OnnxCall) -> Any:
     if b.constant is None or b.name:
         return _scaled_product(c, a, b)
     straight = bool(c.attr("transB"))
-    w = c.weight(
-        1, *_changed(straight and alpha == 1, f"gemm{straight}{alpha}", lambda t: _turned(t, straight) * alpha)
+    change = _changed_unless(
+        straight and alpha == 1, f"gemm{straight}{alpha}", lambda t: (t if straight else t.t()) * alpha
     )
+    w = c.weight(1, *change)
     shift, rows = c.optional(2), w.shape[0]
     if shift is None or beta == 0:
         return c.emit("Linear", [a, w])
     small = shift.constant is not None and shift.constant.size in (1, rows)
     if small and (not shift.rank or shift.shape[-1] in (1, rows)):
         same = beta == 1 and shift.shape == (rows,)
-        bias = c.weight(2, *_changed(same, f"{beta}x{rows}", lambda t: (t.reshape(-1) * beta).expand(rows)))
+        bias = c.weight(2, *_changed_unless(same, f"{beta}x{rows}", lambda t: (t.reshape(-1) * beta).expand(rows)))
         return c.emit("Linear", [a, w, bias])
     y = c.step("Linear", [a, w])
-    return c.emit("Add", [y, shift if beta == 1 else c.step("Mul", [shift, _number(c, beta, "beta")])])
+    return c.emit("Add", [y, shift if beta == 1 else c.step("Mul", [shift, _scalar(c, beta, "beta")])])
 
 
 def _scaled_product(c: OnnxCall, a: Operand, b: Operand) -> Operand:
@@ -280,24 +282,20 @@ def _scaled_product(c: OnnxCall, a: Operand, b: Operand) -> Operand:
     todo = [(op, v) for op, v in steps if v is not None and (op == "Add" or v != 1)]
     y = c.step("MatMul", [a, b]) if todo else c.emit("MatMul", [a, b])
     for k, (op, v) in enumerate(todo):
-        other = _number(c, v, "alpha") if op == "Mul" else v
+        other = _scalar(c, v, "alpha") if op == "Mul" else v
         if op == "Add" and c.attr("beta") != 1:
-            other = c.step("Mul", [other, _number(c, c.attr("beta"), "beta")])
+            other = c.step("Mul", [other, _scalar(c, c.attr("beta"), "beta")])
         y = c.emit(op, [y, other]) if k == len(todo) - 1 else c.step(op, [y, other])
     return y
 
 
-def _number(c: OnnxCall, value: float, name: str) -> Operand:
+def _scalar(c: OnnxCall, value: float, name: str) -> Operand:
     return c.new_weight(torch.tensor(value), name)
 
 
-def _changed(same: bool, form: str, change: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Return the form of a weight that is changed, for `OnnxCall.weight`; nothing if it is not."""
+def _changed_unless(same: bool, form: str, change: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return the arguments of `OnnxCall.weight` that change a weight and name its form; none if it stays the `same`."""
     return () if same else (form, change)
-
-
-def _turned(w: torch.Tensor, straight: bool) -> torch.Tensor:
-    return w if straight else w.t()
 
 
 @reads("MatMul")
@@ -329,20 +327,21 @@ def _attention(c: OnnxCall) -> Any:
     ):
         raise Unreadable
     flat, heads = q.rank == 3, (c.attr("q_num_heads"), *[c.attr("kv_num_heads")] * 2)  # type: ignore[union-attr]
-    parts = [_by_head(c, x, h) if x.rank == 3 else x for x, h in zip((q, k, v), heads, strict=True) if x is not None]
+    pairs = zip((q, k, v), heads, strict=True)
+    parts = [_split_heads(c, x, h) if x.rank == 3 else x for x, h in pairs if x is not None]
     for i, before in enumerate(past, 1):
         parts[i] = parts[i] if before is None else c.step("Concat", [before, parts[i]], axis=2)
     scale, groups = c.attr("scale"), parts[0].shape[1] != parts[1].shape[1]
     operands = parts if mask is None else [*parts, mask]
-    put = c.step if flat else c.emit
-    y = put("SDPA", operands, is_causal=causal, scale=scale, enable_gqa=groups)
+    add = c.step if flat else c.emit
+    y = add("SDPA", operands, is_causal=causal, scale=scale, enable_gqa=groups)
     if flat:
         y = c.step("Transpose", [y], perm=(0, 2, 1, 3))
         y = _reshape_to(c, y, [[*m.shape[:2], m.shape[2:].numel()] for m in y.metas])
     return [y, parts[1], parts[2]][: len(c.outputs)]
 
 
-def _by_head(c: OnnxCall, x: Operand, heads: int) -> Operand:
+def _split_heads(c: OnnxCall, x: Operand, heads: int) -> Operand:
     """Return [B, heads, L, size] of [B, L, heads * size]."""
     require(heads and not any(m.shape[2] % heads for m in x.metas))
     sizes = [[*m.shape[:2], heads, m.shape[2] // heads] for m in x.metas]
@@ -371,7 +370,7 @@ def _group_norm(c: OnnxCall, op: str) -> Any:
     groups, channels = c.attr("num_groups"), c.operand(0).shape[1]
     require(channels is not None)
     each = channels // groups if c.opset < 21 else 1
-    how = _changed(each == 1, f"each{each}", lambda t: t.repeat_interleave(each))
+    how = _changed_unless(each == 1, f"each{each}", lambda t: t.repeat_interleave(each))
     return c.emit(op, [c.operand(0), c.weight(1, *how), c.weight(2, *how)], groups=groups, eps=c.attr("epsilon"))
 
 
@@ -417,8 +416,8 @@ def _cast(c: OnnxCall) -> Any:
     return c.emit("Cast", [x], dtype=str(dtype).removeprefix("torch."))
 
 
-#: ends of a range from this magnitude on are none
-_UNBOUNDED = 3e38
+#: an end of a range of at least this magnitude bounds nothing
+_NO_BOUND = 3e38
 
 
 @reads("Clip")
@@ -427,11 +426,11 @@ def _clip(c: OnnxCall) -> Any:
     if any(x is not None and x.constant is None for _, x in given):  # ends that are computed
         y = c.operand(0)
         for op, end in given:
-            unbounded = end is not None and end.constant is not None and (abs(end.constant) > _UNBOUNDED).all()
+            unbounded = end is not None and end.constant is not None and (abs(end.constant) > _NO_BOUND).all()
             y = y if end is None or unbounded else c.step(op, [y, end])
         return y
     ends = [c.numbers(name, k) for k, name in enumerate(("min", "max"), 1)]
-    low, high = (None if e is None or abs(e) > _UNBOUNDED else float(e) for e in ends)
+    low, high = (None if e is None or abs(e) > _NO_BOUND else float(e) for e in ends)
     require(c.operand(0).dtype.is_floating_point)
     if (low, high) in ((0, 6), (0, None)):
         return c.emit("Relu6" if high else "Relu", [c.operand(0)])
@@ -443,10 +442,9 @@ def _prelu(c: OnnxCall, op: str) -> Any:
     count = present(slope.constant).size
     require(x.rank >= 2 or count == 1)
     shape = (1,) * (x.rank - slope.rank) + tuple(slope.shape)
-    if x.rank > 1 and shape[0] == 1 and shape[1] == x.shape[1] and set(shape[2:]) <= {1}:
-        return c.emit(op, [x, c.weight(1, *_changed(slope.rank == 1 and x.rank == 2, "flat", lambda t: t.reshape(-1)))])
-    if count == 1:
-        return c.emit(op, [x, c.weight(1, *_changed(slope.rank == 1, "flat", lambda t: t.reshape(-1)))])
+    by_channel = x.rank > 1 and shape[0] == 1 and shape[1] == x.shape[1] and set(shape[2:]) <= {1}
+    if count == 1 or by_channel:
+        return c.emit(op, [x, c.weight(1, *_changed_unless(slope.rank == 1, "flat", lambda t: t.reshape(-1)))])
     require(shape[0] == 1)
     return c.emit(op, [x, c.weight(1, "sample", lambda t: t.reshape(shape[1:]))])
 
@@ -454,9 +452,9 @@ def _prelu(c: OnnxCall, op: str) -> Any:
 def _hard_sigmoid(c: OnnxCall, op: str) -> Any:
     """Read max(0, min(1, alpha x + beta)); PyTorch's has alpha 1/6 and beta 1/2."""
     alpha, beta = c.attr("alpha"), c.attr("beta")
-    if _close(alpha, 1 / 6) and beta == 0.5:
+    if _equal_in_float32(alpha, 1 / 6) and beta == 0.5:
         return c.emit(op, [c.operand(0)])
-    given = {"x": c.operand(0), "alpha": _number(c, alpha, "alpha"), "beta": _number(c, beta, "beta")}
+    given = {"x": c.operand(0), "alpha": _scalar(c, alpha, "alpha"), "beta": _scalar(c, beta, "beta")}
     return c.formula("clamp(x * alpha + beta, min=0.0, max=1.0)", **given)
 
 
@@ -470,7 +468,7 @@ def _gelu(c: OnnxCall, op: str) -> Any:
 def _quick_gelu(c: OnnxCall) -> Any:
     alpha = c.attr("alpha")
     x = c.operand(0)
-    inner = x if alpha == 1 else c.step("Mul", [x, _number(c, 1.702 if alpha is None else alpha, "alpha")])
+    inner = x if alpha == 1 else c.step("Mul", [x, _scalar(c, 1.702 if alpha is None else alpha, "alpha")])
     return c.emit("Mul", [x, c.step("Sigmoid", [inner])])
 
 
@@ -485,7 +483,7 @@ def _variadic(c: OnnxCall) -> Any:
     for k, x in enumerate(rest):
         last = k == len(rest) - 1 and not mean
         first = c.emit(op, [first, x]) if last else c.step(op, [first, x])
-    return c.emit("Mul", [first, _number(c, 1 / (len(rest) + 1), "share")]) if mean else first
+    return c.emit("Mul", [first, _scalar(c, 1 / (len(rest) + 1), "share")]) if mean else first
 
 
 def _mod(c: OnnxCall, op: str) -> Any:
@@ -538,8 +536,8 @@ def _reduce(c: OnnxCall, op: str) -> Any:
 # ---------------------------------------------------------------- moving data
 
 
-def _targets(c: OnnxCall, index: int, attribute: str = "") -> list[list[int]]:
-    """Return an operand with sizes, as a list for each variant.
+def _target_sizes(c: OnnxCall, index: int, attribute: str = "") -> list[list[int]]:
+    """Return the sizes in an operand, or in an attribute of older versions, as a list for each variant of open sizes.
 
     Raises:
         Unreadable: It depends on data.
@@ -553,7 +551,7 @@ def _targets(c: OnnxCall, index: int, attribute: str = "") -> list[list[int]]:
 
 @reads("Reshape")
 def _reshape(c: OnnxCall) -> Any:
-    x, targets = c.operand(0), _targets(c, 1, "shape")
+    x, targets = c.operand(0), _target_sizes(c, 1, "shape")
     if c.builder.fixed and all(t and t[0] == c.builder.fixed for t in targets) and _begins_with_batch(c, x):
         # the size that the file declares stands for the number of samples
         targets = [[rows, *t[1:]] for rows, t in zip(c.builder.batch, targets, strict=True)]
@@ -626,7 +624,7 @@ def _squeeze(c: OnnxCall) -> Any:
 
 @reads("Expand")
 def _expand(c: OnnxCall) -> Any:
-    x, targets = c.operand(0), _targets(c, 1)
+    x, targets = c.operand(0), _target_sizes(c, 1)
     return _expand_to(c, x, [torch.broadcast_shapes(m.shape, t) for m, t in zip(x.metas, targets, strict=True)])
 
 
@@ -649,13 +647,13 @@ def _expand_to(c: OnnxCall, x: Operand, results: Sequence[Sequence[int]]) -> Ope
 @reads("Slice")
 def _slice(c: OnnxCall) -> Any:
     x = c.operand(0)
-    starts, ends = _targets(c, 1, "starts"), _targets(c, 2, "ends")
+    starts, ends = _target_sizes(c, 1, "starts"), _target_sizes(c, 2, "ends")
     axes = c.integers("axes", 3) or tuple(range(len(starts[0])))
     steps = c.integers("steps", 4) or (1,) * len(axes)
     todo = list[dict[str, Any]]()
     for k, (axis, step) in enumerate(zip(axes, steps, strict=True)):
         sizes = [m.shape[axis] for m in x.metas]
-        start, end = (_end_of([e[k] for e in which], sizes) for which in (starts, ends))
+        start, end = (_slice_end([e[k] for e in which], sizes) for which in (starts, ends))
         if len({*sizes}) == 1 and step > 0:  # beyond the ends of the axis
             start = max(start or 0, -sizes[0])
             start, end = 0 if start == -sizes[0] else start, None if end is not None and end >= sizes[0] else end
@@ -671,8 +669,11 @@ def _slice(c: OnnxCall) -> Any:
     return x
 
 
-def _end_of(ends: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Return an end of a slice: as it is, counted from behind, or None for the end of the axis.
+def _slice_end(ends: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """Return an end of a slice for every size of the axis: as it is, counted from the end, or None for the end.
+
+    Args:
+        ends: by variant of the open sizes, as `sizes` of the axis.
 
     Raises:
         Unreadable: It depends on an open size in another way.
@@ -699,7 +700,7 @@ def _split(c: OnnxCall) -> Any:
 @reads("Gather")
 def _gather(c: OnnxCall) -> Any:
     x, axis = c.operand(0), c.attr("axis") % c.operand(0).rank
-    index = _from_front(c, 1, axis)
+    index = _nonnegative_index(c, 1, axis)
     if index.rank == 0 and index.constant is not None:
         return c.emit("Select", [x], axis=axis, index=int(index.constant))
     pairs = [*zip(x.metas, index.numbers, strict=False)]
@@ -719,11 +720,11 @@ def _grid_sample(c: OnnxCall, op: str) -> Any:
 
 def _gather_elements(c: OnnxCall, op: str) -> Any:
     axis = c.attr("axis") % c.operand(0).rank
-    return c.emit(op, [c.operand(0), _from_front(c, 1, axis)], axis=axis)
+    return c.emit(op, [c.operand(0), _nonnegative_index(c, 1, axis)], axis=axis)
 
 
-def _from_front(c: OnnxCall, index: int, axis: int) -> Operand:
-    """Return indices of an axis, of which constant ones below 0 count from its end in ONNX."""
+def _nonnegative_index(c: OnnxCall, index: int, axis: int) -> Operand:
+    """Return an operand with indices of an axis; constant ones below 0, which count from its end, become positive."""
     x, size = c.operand(index), c.operand(0).shape[axis]
     if x.constant is None or x.constant.min(initial=0) >= 0 or size is None:
         return x

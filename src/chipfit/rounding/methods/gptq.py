@@ -15,7 +15,7 @@ from chipfit.calibration.collect import TensorStats
 from chipfit.calibration.data import Batch
 from chipfit.decide.assignment import FEW_BITS
 from chipfit.graph.ir import CPU, Graph, Node
-from chipfit.graph.linear import is_linear, places, products
+from chipfit.graph.linear import is_linear, multiplications, places
 from chipfit.plan.record import Plan
 from chipfit.ranges.search import Sample, search
 from chipfit.registry import option, register
@@ -139,7 +139,7 @@ def count_multiplications(graph: Graph, plan: Plan, images: int, positions: int)
     """Return the number of multiplications of a reconstruction."""
     linear = [n for n in graph.nodes if is_linear(graph, n)]
     passes = 2 * images + (3 * min(images, IMAGES) if free_low_bit_activations(plan) else 0)
-    streams = passes * sum(products(graph, n) for n in linear)
+    streams = passes * sum(multiplications(graph, n) for n in linear)
     fitted = [n for n in linear if plan.quantized(n.weight) and not graph.is_weight(n.data)]
     return streams + sum(_count_of_fit(graph, n, images, positions) for n in fitted)
 
