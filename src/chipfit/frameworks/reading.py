@@ -91,6 +91,29 @@ def split_padding(
     return cuts, tuple(rest)
 
 
+def padded(
+    c: Any, x: T, padding: Sequence[tuple[int, int]], sizes: Sequence[int | None], mode: str, value: float = 0.0
+) -> T:
+    """Pad an operand by the nodes of a call `c`: negative padding cuts it, and "circular" joins slices of it.
+
+    Args:
+        sizes: of its axes; None where a size is open.
+    """
+    if mode == "circular":  # which no file format has
+        axes = [axis for axis, ends in enumerate(padding) if any(ends)]
+        require(all(end >= 0 for ends in padding for end in ends))
+        for axis in axes:
+            low, high = padding[axis]
+            before = [c.step("Slice", [x], axis=axis, start=-low, end=None, step=1)] if low else []
+            behind = [c.step("Slice", [x], axis=axis, start=0, end=high, step=1)] if high else []
+            x = (c.emit if axis == axes[-1] else c.step)("Concat", [*before, x, *behind], axis=axis)
+        return x
+    cuts, rest = split_padding(padding, sizes)
+    for axis, start, end in cuts:
+        x = c.step("Slice", [x], axis=axis, start=start, end=end, step=1)
+    return x if cuts and not any(map(any, rest)) else c.emit("Pad", [x], padding=rest, mode=mode, value=value)
+
+
 def mixes_samples(graph: Graph) -> bool:
     """Return whether a layer computes one sample, along the only open axis, from others: it holds steps, or tokens."""
 

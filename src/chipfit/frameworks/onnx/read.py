@@ -14,7 +14,7 @@ import torch
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.model import domain_of
-from chipfit.frameworks.reading import Unreadable, chunk_sizes, present, require, split_padding
+from chipfit.frameworks.reading import Unreadable, chunk_sizes, padded, present, require
 from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, by_name, enters, read_column, reader_of
 
 Reader = Callable[[OnnxCall], Any]
@@ -131,9 +131,7 @@ def _windows(c: OnnxCall, kernel: Sequence[Any], dilation: Sequence[int]) -> tup
     n = len(kernel)
     stride, auto = tuple(c.attr("strides") or (1,) * n), c.attr("auto_pad") or "NOTSET"
     if auto in ("NOTSET", "VALID"):
-        pads = c.attr("pads") if auto == "NOTSET" else None
-        pads = pads or [0] * 2 * n
-        return stride, tuple((pads[k], pads[k + n]) for k in range(n))
+        return stride, _explicit_padding(c, n)
     pairs = []
     for k, sizes in enumerate(zip(*(m.shape[2:] for m in c.operand(0).metas), strict=True)):
         total = {max((-(-s // stride[k]) - 1) * stride[k] + dilation[k] * (kernel[k] - 1) + 1 - s, 0) for s in sizes}
@@ -143,42 +141,48 @@ def _windows(c: OnnxCall, kernel: Sequence[Any], dilation: Sequence[int]) -> tup
     return stride, tuple(pairs)
 
 
+def _explicit_padding(c: OnnxCall, n: int) -> tuple[tuple[int, int], ...]:
+    """Return the padding that a node states, ((lo, hi), ...) of n axes; none with `auto_pad` VALID."""
+    pads = (c.attr("pads") if (c.attr("auto_pad") or "NOTSET") == "NOTSET" else None) or [0] * 2 * n
+    return tuple((pads[k], pads[k + n]) for k in range(n))
+
+
 @reads("Conv")
 def _conv(c: OnnxCall) -> Any:
+    operands, n, attrs = _layer(c)
+    stride, padding = _windows(c, operands[1].shape[2:], attrs["dilation"])
+    depthwise = n == 2 and attrs["groups"] > 1 and attrs["groups"] == operands[0].shape[1]
+    op = "DepthwiseConv2D" if depthwise else f"Conv{n}D"
+    return c.emit(op, operands, stride=stride, padding=padding, **attrs)
+
+
+def _layer(c: OnnxCall) -> tuple[list[Any], int, dict[str, Any]]:
+    """Return input, weight and bias of a convolution, its number of spatial axes, and its dilation and groups."""
     x, w = c.operand(0), c.weight(1)
     n = w.rank - 2
     require(x.rank == w.rank and 1 <= n <= 3)
-    dilation, groups = tuple(c.attr("dilations") or (1,) * n), c.attr("group")
-    stride, padding = _windows(c, w.shape[2:], dilation)
-    depthwise = n == 2 and groups > 1 and groups == x.shape[1]
     bias = None if c.optional(2) is None else c.weight(2)
-    op = "DepthwiseConv2D" if depthwise else f"Conv{n}D"
-    return c.emit(op, [x, w, bias], stride=stride, padding=padding, dilation=dilation, groups=groups)
+    return [x, w, bias], n, {"dilation": tuple(c.attr("dilations") or (1,) * n), "groups": c.attr("group")}
 
 
 @reads("ConvTranspose")
 def _conv_transpose(c: OnnxCall) -> Any:
-    x, w = c.operand(0), c.weight(1)
-    n = w.rank - 2
-    require(x.rank == w.rank and 1 <= n <= 3)
-    dilation, groups = tuple(c.attr("dilations") or (1,) * n), c.attr("group")
+    operands, n, attrs = _layer(c)
+    x, w, _ = operands
     stride, more = tuple(c.attr("strides") or (1,) * n), tuple(c.attr("output_padding") or (0,) * n)
     auto, sizes, wanted = c.attr("auto_pad") or "NOTSET", x.shape[2:], c.attr("output_shape")
     if auto.startswith("SAME") or wanted:
         require(None not in sizes)
         wanted = wanted or [s * k for s, k in zip(sizes, stride, strict=True)]
-        reach = zip(sizes, stride, more, w.shape[2:], dilation, wanted, strict=True)
+        reach = zip(sizes, stride, more, w.shape[2:], attrs["dilation"], wanted, strict=True)
         total = [s * (i - 1) + o + (k - 1) * d + 1 - size for i, s, o, k, d, size in reach]
         more = tuple(o + max(-t, 0) for o, t in zip(more, total, strict=True))
         total = [max(t, 0) for t in total]
         lows = [t // 2 if auto != "SAME_LOWER" else t - t // 2 for t in total]
         padding = tuple((lo, t - lo) for lo, t in zip(lows, total, strict=True))
     else:
-        pads = (c.attr("pads") if auto == "NOTSET" else None) or [0] * 2 * n
-        padding = tuple((pads[k], pads[k + n]) for k in range(n))
-    bias = None if c.optional(2) is None else c.weight(2)
-    attrs = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "output_padding": more}
-    return c.emit(f"TransposeConv{n}D", [x, w, bias], **attrs)
+        padding = _explicit_padding(c, n)
+    return c.emit(f"TransposeConv{n}D", operands, stride=stride, padding=padding, output_padding=more, **attrs)
 
 
 @reads("MaxPool AveragePool")
@@ -204,33 +208,17 @@ def _pad(c: OnnxCall) -> Any:
     x, mode = c.operand(0), c.attr("mode") or "constant"
     pads, axes = present(c.integers("pads", 1)), c.integers("axes", 3)
     value = c.numbers("value", 2)
-    modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate"}
-    require(mode in (*modes, "wrap"))
+    modes = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    require(mode in modes)
     pairs = [(0, 0)] * x.rank
     for k, axis in enumerate(range(x.rank) if axes is None else axes):
         pairs[axis % x.rank] = (pads[k], pads[k + len(pads) // 2])
     require(mode == "constant" or all(lo >= 0 and hi >= 0 for lo, hi in pairs))
-    if mode == "wrap":
-        return _pad_circular(c, x, pairs)
     value = value[0] if isinstance(value, list) else value
-    sizes = zip(*(m.shape for m in x.metas), strict=True)
-    cuts, padding = split_padding(pairs, [size[0] if len({*size}) == 1 else None for size in sizes])
-    for axis, start, end in cuts:
-        x = c.step("Slice", [x], axis=axis, start=start, end=end, step=1)
-    if cuts and not any(map(any, padding)):
-        return x
-    return c.emit("Pad", [x], padding=padding, mode=modes[mode], value=float(value or 0))
-
-
-def _pad_circular(c: OnnxCall, x: Operand, pairs: Sequence[tuple[int, int]]) -> Operand:
-    """Pad an operand as if it continued circularly: in front of an axis with its end, behind it with its beginning."""
-    for axis, (low, high) in enumerate(pairs):
-        size = min(m.shape[axis] for m in x.metas)
-        require(low <= size and high <= size)
-        end = [c.step("Slice", [x], axis=axis, start=-low, end=None, step=1)] if low else []
-        start = [c.step("Slice", [x], axis=axis, start=0, end=high, step=1)] if high else []
-        x = c.step("Concat", [*end, x, *start], axis=axis) if low or high else x
-    return x
+    columns = [{*size} for size in zip(*(m.shape for m in x.metas), strict=True)]
+    require(mode != "wrap" or all(max(ends) <= min(size) for ends, size in zip(pairs, columns, strict=True)))
+    sizes = [min(size) if len(size) == 1 else None for size in columns]
+    return padded(c, x, pairs, sizes, modes[mode], float(value or 0))
 
 
 @reads("Col2Im")
@@ -278,14 +266,13 @@ def _gemm(c: OnnxCall) -> Any:
 def _scaled_product(c: OnnxCall, a: Operand, b: Operand) -> Operand:
     """Read alpha A B + beta C of activations as MatMul, Mul and Add."""
     b, addend = c.step("Transpose", [b], perm=(1, 0)) if c.attr("transB") else b, c.optional(2)
-    steps = [("Mul", c.attr("alpha")), ("Add", addend)]
-    todo = [(op, v) for op, v in steps if v is not None and (op == "Add" or v != 1)]
-    y = c.step("MatMul", [a, b]) if todo else c.emit("MatMul", [a, b])
-    for k, (op, v) in enumerate(todo):
-        other = _scalar(c, v, "alpha") if op == "Mul" else v
-        if op == "Add" and c.attr("beta") != 1:
-            other = c.step("Mul", [other, _scalar(c, c.attr("beta"), "beta")])
-        y = c.emit(op, [y, other]) if k == len(todo) - 1 else c.step(op, [y, other])
+    alpha, beta = c.attr("alpha"), c.attr("beta")
+    steps = [("Mul", _scalar(c, alpha, "alpha"))] if alpha != 1 else []
+    if addend is not None:
+        steps.append(("Add", addend if beta == 1 else c.step("Mul", [addend, _scalar(c, beta, "beta")])))
+    y = (c.step if steps else c.emit)("MatMul", [a, b])
+    for k, (op, other) in enumerate(steps, 1):
+        y = (c.step if k < len(steps) else c.emit)(op, [y, other])
     return y
 
 
@@ -480,9 +467,8 @@ def _variadic(c: OnnxCall) -> Any:
     if not rest:
         return first
     mean = c.node.op_type == "Mean"
-    for k, x in enumerate(rest):
-        last = k == len(rest) - 1 and not mean
-        first = c.emit(op, [first, x]) if last else c.step(op, [first, x])
+    for k, x in enumerate(rest, 1):
+        first = (c.step if mean or k < len(rest) else c.emit)(op, [first, x])
     return c.emit("Mul", [first, _scalar(c, 1 / (len(rest) + 1), "share")]) if mean else first
 
 
@@ -664,8 +650,8 @@ def _slice(c: OnnxCall) -> Any:
             x = c.step("Gather", [x, c.builder.constants([backwards])], axis=axis % x.rank)
         elif (start, end, step) != (0, None, 1):
             todo.append({"axis": axis % x.rank, "start": start or 0, "end": end, "step": step})
-    for k, attrs in enumerate(todo):
-        x = c.emit("Slice", [x], **attrs) if k == len(todo) - 1 else c.step("Slice", [x], **attrs)
+    for k, attrs in enumerate(todo, 1):
+        x = (c.step if k < len(todo) else c.emit)("Slice", [x], **attrs)
     return x
 
 

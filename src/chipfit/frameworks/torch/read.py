@@ -14,7 +14,7 @@ import torch
 
 from chipfit.errors import RefusedCall
 from chipfit.files import package_data
-from chipfit.frameworks.reading import Unreadable, per_axis, present, require, split_padding
+from chipfit.frameworks.reading import Unreadable, padded, per_axis, present, require
 from chipfit.frameworks.torch.call import TorchCall
 from chipfit.frameworks.torch.program import OpenSize, SymbolicTensor, aten_name
 from chipfit.operators.formulas import compute
@@ -745,28 +745,8 @@ def _pad(c: TorchCall) -> Any:
     pairs = [(flat[i], flat[i + 1]) for i in range(0, len(flat), 2)][::-1]
     padding = ((0, 0),) * (c.rank - len(pairs)) + tuple(pairs)
     mode, value = modes[c.name.partition("_")[0]], float(c.static("value") or 0.0)
-    if mode == "circular":
-        return _wrapped(c, padding)
-    x, sizes = c.value("self"), [n if isinstance(n, int) else None for n in c.tensor("self").shape]
-    cuts, padding = split_padding(padding, sizes)
-    for axis, start, end in cuts:
-        x = c.step("Slice", [x], axis=axis, start=start, end=end, step=1)
-    if cuts and not any(map(any, padding)):
-        return x
-    return c.emit("Pad", [x], padding=padding, mode=mode, value=value)
-
-
-def _wrapped(c: TorchCall, padding: Sequence[tuple[int, int]]) -> Any:
-    """Read circular padding as slices that are joined axis by axis, which every file format has."""
-    x = c.value("self")
-    padded = [axis for axis, ends in enumerate(padding) if any(ends)]
-    require(padded and not any(end < 0 for ends in padding for end in ends))
-    for axis in padded:
-        low, high = padding[axis]
-        before = [c.step("Slice", [x], axis=axis, start=-low, end=None, step=1)] if low else []
-        behind = [c.step("Slice", [x], axis=axis, start=0, end=high, step=1)] if high else []
-        x = (c.emit if axis == padded[-1] else c.step)("Concat", [*before, x, *behind], axis=axis)
-    return x
+    sizes = [n if isinstance(n, int) else None for n in c.tensor("self").shape]
+    return padded(c, c.value("self"), padding, sizes, mode, value)
 
 
 @reads("index")
