@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any, ClassVar
 
@@ -10,13 +10,41 @@ from pydantic import BeforeValidator, Field, InstanceOf
 
 from chipfit.errors import ConfigError
 from chipfit.mct.core import network_editor as editor
-from chipfit.mct.core.least_threshold import AtLeast
 from chipfit.mct.core.network_editor import EditRule, ErrorMethod, NodeFilter, QuantizationErrorMethod
 from chipfit.mct.trainable.constants import MIN_THRESHOLD
+from chipfit.quantizers.grids import Grid
+from chipfit.ranges import Rule, needs_histogram, rule_of, statistic_of
+from chipfit.ranges.qparams import QParams, finish_scale
+from chipfit.ranges.search import Sample
 from chipfit.registry import OFF
 from chipfit.search.limits import Limits
 from chipfit.settings import Settings
 from chipfit.validation import Number, PositiveInt, by_name, check_value, record
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A range rule whose thresholds on symmetric grids are those of another rule, or `threshold` if that is more."""
+
+    rule: Rule
+    threshold: float  #: in the unit of the tensor
+
+    @property
+    def statistic(self) -> str:
+        return statistic_of(self.rule)
+
+    @property
+    def histogram(self) -> bool:
+        return needs_histogram(self.rule)
+
+    def __call__(self, sample: Sample, grid: Grid) -> QParams:
+        """Return QParams [C] for values of C channels."""
+        found: Any = rule_of(self.rule)(sample, grid)
+        if not grid.symmetric:
+            return found  # type: ignore[no-any-return]
+        least = self.threshold / (-grid.qmin or grid.qmax + 1)
+        return replace(found, scale=finish_scale(found.scale.clamp_min(least), grid))
+
 
 __all__ = ["DEFAULTCONFIG", "BitWidthConfig", "CoreConfig", "DebugConfig", "QuantizationConfig"]
 __all__ += ["QuantizationErrorMethod"]
