@@ -5,13 +5,13 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 import chipfit
 from chipfit.errors import DataError, UnsupportedError
 from chipfit.streams import calls
 from tests.build import model_of, sqnr_db
+from tests.onnx_models import onnx_node, onnx_of
 from tests.passes.test_recurrent import KINDS
 
 
@@ -87,19 +87,14 @@ def test_an_onnx_file_becomes_a_network_of_one_step(tmp_path):
     """ONNX has steps first, and an axis of directions."""
     draw = np.random.default_rng(0)
     sizes = {"W": (1, 24, 3), "R": (1, 24, 6), "B": (1, 48)}
-    init = [numpy_helper.from_array(draw.normal(0, 0.4, s).astype("f4"), k) for k, s in sizes.items()]
-    init.append(numpy_helper.from_array(np.array([1], "i8"), "one"))
+    constants = {k: draw.normal(0, 0.4, s).astype("f4") for k, s in sizes.items()} | {"one": np.array([1], "i8")}
     nodes = [
-        helper.make_node("Transpose", ["steps/in"], ["x"], perm=[1, 0, 2]),
-        helper.make_node("LSTM", ["x", "W", "R", "B"], ["y"], hidden_size=6),
-        helper.make_node("Squeeze", ["y", "one"], ["z"]),
-        helper.make_node("Transpose", ["z"], ["out"], perm=[1, 0, 2]),
+        onnx_node("x = Transpose(steps/in)", perm=[1, 0, 2]),
+        onnx_node("y = LSTM(x, W, R, B)", hidden_size=6),
+        "z = Squeeze(y, one)",
+        onnx_node("out = Transpose(z)", perm=[1, 0, 2]),
     ]
-    x = helper.make_tensor_value_info("steps/in", TensorProto.FLOAT, ["n", 6, 3])
-    y = helper.make_tensor_value_info("out", TensorProto.FLOAT, None)
-    made = helper.make_model(
-        helper.make_graph(nodes, "g", [x], [y], init), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
-    )
+    made = onnx_of(*nodes, inputs={"steps/in": ["n", 6, 3]}, outputs=["out"], constants=constants)
     onnx.save(made, tmp_path / "m.onnx")
     step = chipfit.streaming(tmp_path / "m.onnx", X)
     with torch.no_grad():

@@ -264,11 +264,10 @@ def test_a_folder_of_npy_files_has_one_sample_or_one_batch_in_each(tmp_path):
 
 
 def test_shapes_of_several_inputs_are_given_by_name_in_the_types_of_the_model():
-    from onnx import helper
+    from tests.onnx_models import onnx_node, onnx_of
 
-    nodes = [helper.make_node("Cast", ["ids"], ["f"], to=1), helper.make_node("Add", ["f", "x"], ["y"])]
-    ends = [helper.make_tensor_value_info(*e) for e in (("ids", 7, None), ("x", 1, ["n", "t"]), ("y", 1, None))]
-    network = load_model_proto(helper.make_model(helper.make_graph(nodes, "sum", ends[:2], ends[2:])))
+    nodes, inputs = (onnx_node("f = Cast(ids)", to=1), "y = Add(f, x)"), {"ids": None, "x": ["n", "t"]}
+    network = load_model_proto(onnx_of(*nodes, inputs=inputs, types={"ids": 7}))
     found = example_of("net.onnx", ["x=2,3", "ids=2,3"], network)
     assert [(v.dtype, *v.shape) for v in found.values()] == [(torch.float32, 2, 3), (torch.int64, 2, 3)]
     assert [*found] == ["x", "ids"]

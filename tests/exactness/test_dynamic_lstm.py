@@ -5,7 +5,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper
 from torch import nn
 
 import chipfit
@@ -13,6 +12,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.mct.ptq import in_float
 from chipfit.simulate.onnxruntime import tanh
 from tests.build import needs_vnni
+from tests.onnx_models import onnx_of
 
 
 class Recurrent(nn.Module):
@@ -79,9 +79,7 @@ def test_an_lstm_is_as_near_to_the_float_network_as_by_the_runtimes_own_quantize
 
 def test_the_hyperbolic_tangent_is_the_runtimes_own():
     x = torch.randn(20001, generator=torch.Generator().manual_seed(0)) * 4
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None]) for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Tanh", ["x"], ["y"])], "g", ends[:1], ends[1:])
-    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    made = onnx_of("y = Tanh(x)", inputs={"x": [None]})
     session = onnxruntime.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_array_equal(tanh(x).numpy(), session.run(None, {"x": x.numpy()})[0])
 

@@ -4,10 +4,10 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from onnx import helper
 
 from chipfit.quantizers.dynamic import dynamic_codes, dynamic_quantize
 from chipfit.quantizers.ops import TorchOps
+from tests.onnx_models import onnx_of
 
 UNSIGNED = {"qmin": 0, "qmax": 255, "affine": True, "block": 1}
 SIGNED = {"qmin": -127, "qmax": 127, "affine": False, "block": 1}
@@ -41,11 +41,8 @@ def test_the_gradient_is_that_of_a_value_which_is_not_rounded():
 
 
 def test_codes_are_those_of_onnx_runtime():
-    node = helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"])
-    outputs = [helper.make_tensor_value_info(n, t, None) for n, t in (("q", 2), ("s", 1), ("z", 2))]
-    graph = helper.make_graph([node], "g", [helper.make_tensor_value_info("x", 1, [None, None])], outputs)
-    opsets = [helper.make_opsetid("", 21)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    ends = {"inputs": {"x": [None, None]}, "outputs": "qsz", "types": {"q": 2, "z": 2}}
+    model = onnx_of("q, s, z = DynamicQuantizeLinear(x)", **ends, opset=21)
     session = onnxruntime.InferenceSession(model.SerializeToString())
     generator = np.random.default_rng(0)
     for kind in range(60):

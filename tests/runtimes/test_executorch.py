@@ -149,22 +149,18 @@ def test_a_constant_beside_the_samples_is_found_in_the_file(repeated):
 
 def test_a_network_of_onnx_is_written_as_well(tmp_path):
     onnx = pytest.importorskip("onnx")
-    from onnx import helper, numpy_helper
+    from tests.onnx_models import onnx_node, onnx_of
 
     draw = np.random.default_rng(0)
     w, v = (draw.standard_normal(s).astype(np.float32) for s in ((6, 3, 3, 3), (4, 6)))
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["c"], pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["c"], ["r"]),
-        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
-        helper.make_node("Flatten", ["p"], ["f"]),
-        helper.make_node("Gemm", ["f", "v"], ["y"], transB=1),
+        onnx_node("c = Conv(x, w)", pads=[1, 1, 1, 1]),
+        "r = Relu(c)",
+        "p = GlobalAveragePool(r)",
+        "f = Flatten(p)",
+        onnx_node("y = Gemm(f, v)", transB=1),
     ]
-    ends = [helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["n", 3, 8, 8]), ("y", ["n", 4]))]
-    weights = [numpy_helper.from_array(w, "w"), numpy_helper.from_array(v, "v")]
-    model = helper.make_model(
-        helper.make_graph(nodes, "net", ends[:1], ends[1:], weights), opset_imports=[helper.make_opsetid("", 13)]
-    )
+    model = onnx_of(*nodes, inputs={"x": ["n", 3, 8, 8]}, constants={"w": w, "v": v}, opset=13)
     onnx.save(model, tmp_path / "net.onnx")
     data = [draw.standard_normal((4, 3, 8, 8)).astype(np.float32) for _ in range(2)]
     found = chipfit.quantize(str(tmp_path / "net.onnx"), data[:1], platform=PLATFORM, progress=False).verify(data[1:])

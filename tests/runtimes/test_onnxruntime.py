@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from chipfit.errors import RuntimeUnavailable
 from chipfit.platform.load import load
 from chipfit.registry import lookup
 from chipfit.runtimes import onnxruntime as module
 from chipfit.runtimes.onnxruntime import OnnxRuntime, read, saturates
+from tests.onnx_models import onnx_node, onnx_of
 
 make = helper.make_node
 
@@ -23,22 +24,20 @@ def value(name: str, *shape, kind=TensorProto.FLOAT):
 
 
 def model(nodes, constants, outputs=("y", "z"), inputs=("x",)):
-    held = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
-    ends = [[value(n, None, 2) for n in names] for names in (inputs, outputs)]
-    graph = helper.make_graph(nodes, "g", *ends, held)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    ends = (dict.fromkeys(names, (None, 2)) for names in (inputs, outputs))
+    return onnx_of(*nodes, **dict(zip(("inputs", "outputs"), ends, strict=True)), constants=constants)
 
 
 def shared(kind=np.int8):
     """One weight of codes that two products read, the second twice, and a table of other codes."""
     nodes = [
-        make("DequantizeLinear", ["w_q", "s", "zero"], ["w"], name="w"),
-        make("DequantizeLinear", ["v_q", "s", "none"], ["v"], name="v"),
-        make("MatMul", ["x", "w"], ["y"], name="first"),
-        make("MatMul", ["w", "w"], ["ww"], name="second"),
-        make("MatMul", ["y", "ww"], ["q"], name="third"),
-        make("Add", ["q", "v"], ["p"], name="fourth"),
-        make("Add", ["p", "v"], ["z"], name="fifth"),
+        onnx_node("w = DequantizeLinear(w_q, s, zero)", name="w"),
+        onnx_node("v = DequantizeLinear(v_q, s, none)", name="v"),
+        onnx_node("y = MatMul(x, w)", name="first"),
+        onnx_node("ww = MatMul(w, w)", name="second"),
+        onnx_node("q = MatMul(y, ww)", name="third"),
+        onnx_node("p = Add(q, v)", name="fourth"),
+        onnx_node("z = Add(p, v)", name="fifth"),
     ]
     constants = {"w_q": np.array([[1, -2], [3, 4]], kind), "v_q": np.array([[5, 6]], np.uint8), "s": np.float32(0.5)}
     return model(nodes, {**constants, "zero": np.array(0, kind), "none": np.uint8(2)})

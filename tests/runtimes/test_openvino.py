@@ -5,15 +5,14 @@ import sys
 
 import onnx
 import pytest
-from onnx import TensorProto, helper
+
+from tests.onnx_models import onnx_of
 
 pytest.importorskip("openvino")
 
 
 def file_of(op: str, path):
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, [None, 2]) for n in "xy")
-    graph = helper.make_graph([helper.make_node(op, ["x"], ["y"])], "g", [x], [y])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+    onnx.save(onnx_of(f"y = {op}(x)", inputs={"x": [None, 2]}, outputs={"y": [None, 2]}), path)
     return path
 
 

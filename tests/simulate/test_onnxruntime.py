@@ -14,21 +14,20 @@ from chipfit.registry import lookup
 from chipfit.simulate.integer import float_results
 from chipfit.simulate.onnxruntime import absorbed_bounds, logistic, softmax
 from tests.build import graph_of, node, plan_of, stored
+from tests.onnx_models import onnx_node, onnx_of
 from tests.simulate.one_operator import Codes, drawn, every, one, pairs
 
 
 def _run(node, kind: int, x: torch.Tensor, constants=()) -> torch.Tensor:
-    ends = [helper.make_tensor_value_info(name, kind, list(x.shape)) for name in "xy"]
-    graph = helper.make_graph([node], "g", ends[:1], ends[1:], list(constants))
-    sets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=sets, ir_version=8)
+    shape, held = list(x.shape), {t.name: t for t in constants}
+    model = onnx_of(node, inputs={"x": shape}, outputs={"y": shape}, constants=held, types={"x": kind, "y": kind})
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return torch.from_numpy(session.run(None, {"x": x.numpy()})[0])
 
 
 def test_the_logistic_function():
     x = torch.cat([torch.randn(1 << 16) * 6, torch.tensor([-200.0, -18.0, 0.0, 18.0, 200.0])])
-    want = _run(helper.make_node("Sigmoid", ["x"], ["y"]), TensorProto.FLOAT, x)
+    want = _run(onnx_node("y = Sigmoid(x)"), TensorProto.FLOAT, x)
     assert torch.equal(logistic(x), want)
     assert (torch.sigmoid(x) != want).sum() > 1000  # the last bit is the runtime's own
 
@@ -74,9 +73,7 @@ def test_softmax():
     q = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (100_000, 12)).astype(np.uint8))
     numbers = {"s": (TensorProto.FLOAT, 0.005), "z": (TensorProto.UINT8, 0), "t": (TensorProto.FLOAT, 1 / 256)}
     constants = [helper.make_tensor(name, kind, [], [v]) for name, (kind, v) in numbers.items()]
-    node = helper.make_node(
-        "QLinearSoftmax", ["x", "s", "z", "t", "z"], ["y"], domain="com.microsoft", axis=1, opset=13
-    )
+    node = onnx_node("y = com.microsoft::QLinearSoftmax(x, s, z, t, z)", axis=1, opset=13)
     want = _run(node, TensorProto.UINT8, q, constants)
     got = torch.round(softmax(q.long(), torch.tensor(0.005), torch.tensor(1 / 256))).clamp(0, 255)
     assert torch.equal(got.to(torch.uint8), want)

@@ -5,7 +5,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from torch import nn
 
 from chipfit.engine.examples import example_inputs
@@ -17,6 +17,7 @@ from chipfit.frameworks.torch.capture import capture
 from chipfit.graph.ir import OPAQUE, Graph, Value
 from chipfit.plan.record import Plan
 from tests.build import model_of, quantized
+from tests.onnx_models import onnx_node, onnx_of
 from tests.zoo import make
 
 
@@ -46,13 +47,11 @@ def ready(graph, opset=18):
 def region(graph):
     """A small model as the exporter makes it: with names of its own, one of them left out."""
     nodes = [
-        helper.make_node("Mul", ["a", "k"], ["b"], name="mul"),
-        helper.make_node("Clip", ["b", "", "k"], ["c"]),
-        helper.make_node("Neg", ["c"], ["d"], name="neg"),
+        onnx_node("b = Mul(a, k)", name="mul"),
+        "c = Clip(b, -, k)",
+        onnx_node("d = Neg(c)", name="neg"),
     ]
-    held = numpy_helper.from_array(np.float32(3), "k")
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [2, 3]) for n in "ad"]
-    return helper.make_model(helper.make_graph(nodes, "g", ends[:1], ends[1:], [held]))
+    return onnx_of(*nodes, inputs={"a": [2, 3]}, outputs={"d": [2, 3]}, constants={"k": np.float32(3)})
 
 
 def test_a_translated_operator_is_spliced_in_under_names_of_its_own(graph, monkeypatch):

@@ -4,11 +4,12 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from torch import nn
 
 from chipfit.export.onnx.read_back import from_bytes, read_back, to_bytes
 from tests.build import quantized, sequential
+from tests.onnx_models import onnx_node, onnx_of
 
 make = helper.make_node
 
@@ -18,9 +19,8 @@ def read(tmp_path):
     """Return what is read back of a graph of nodes and constants."""
 
     def read(nodes, constants, inputs=()):
-        held = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
-        takes = [helper.make_tensor_value_info(name, kind, [2]) for name, kind in inputs]
-        onnx.save(helper.make_model(helper.make_graph(nodes, "g", takes, [], held)), tmp_path / "m.onnx")
+        ends = {"inputs": dict.fromkeys(dict(inputs), (2,)), "outputs": (), "types": dict(inputs)}
+        onnx.save(onnx_of(*nodes, **ends, constants=constants), tmp_path / "m.onnx")
         return read_back(tmp_path / "m.onnx")
 
     return read
@@ -58,16 +58,16 @@ def test_blocks_of_a_product_are_read_with_or_without_zero_points(bits, read):
 
 @pytest.mark.parametrize("by", ["columns", "rows"])
 def test_a_table_whose_rows_are_multiplied_has_their_scales(by, read):
-    looked_up = [make("Gather", ["s", "i"], ["s_rows"]), make("Unsqueeze", ["s_rows", "axis"], ["s_read"])]
+    looked_up = [onnx_node("s_rows = Gather(s, i)"), onnx_node("s_read = Unsqueeze(s_rows, axis)")]
     nodes = [
-        make("Gather", ["e_q", "i"], ["rows"]),
-        make("Cast", ["rows"], ["reals"], to=1),
+        "rows = Gather(e_q, i)",
+        onnx_node("reals = Cast(rows)", to=1),
         *(looked_up if by == "rows" else []),
         make("Mul", ["reals", "s_read" if by == "rows" else "s"], ["e"]),
-        make("Gather", ["f", "i"], ["floats"]),  # a table in float, and what is no table
-        make("Cast", ["floats"], ["f_reals"], to=1),
-        make("Mul", ["f_reals", "s"], ["g"]),
-        make("Mul", ["a", "s"], ["b"]),
+        "floats = Gather(f, i)",  # a table in float, and what is no table
+        onnx_node("f_reals = Cast(floats)", to=1),
+        "g = Mul(f_reals, s)",
+        "b = Mul(a, s)",
     ]
     constants = {
         "s": np.float32([0.25, 2]), "e_q": np.int8([[1, 2], [3, 4]]), "i": np.int64([0]), "axis": np.int64([1]),
@@ -89,14 +89,14 @@ def test_the_table_of_an_embedding_is_read_back():
 def test_a_tensor_has_the_numbers_of_every_quantizer_of_it(read):
     """A value that is clipped after its quantizer, a weight, rows of a table, a quantizer without zero point."""
     nodes = [
-        make("QuantizeLinear", ["a", "s", "z"], ["saturated"]),
-        make("Clip", ["saturated", "low", "high"], ["a_q"]),
-        make("DequantizeLinear", ["a_q", "s", "z"], ["a_d"]),
-        make("DequantizeLinear", ["w_q", "t"], ["w"]),
-        make("Gather", ["e_q", "i"], ["rows"]),
-        make("DequantizeLinear", ["rows", "t", "z"], ["e"]),
-        make("QuantizeLinear", ["b", "s", "unknown"], ["b_q"]),
-        make("DequantizeLinear", ["given", "s", "z"], ["g"]),
+        "saturated = QuantizeLinear(a, s, z)",
+        "a_q = Clip(saturated, low, high)",
+        "a_d = DequantizeLinear(a_q, s, z)",
+        "w = DequantizeLinear(w_q, t)",
+        "rows = Gather(e_q, i)",
+        "e = DequantizeLinear(rows, t, z)",
+        "b_q = QuantizeLinear(b, s, unknown)",
+        "g = DequantizeLinear(given, s, z)",
     ]
     constants = {
         "s": np.float32(0.5), "t": np.float32([0.25, 2]), "z": np.int8(3), "low": np.int8(-7), "high": np.int8(7),

@@ -5,7 +5,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import helper
 from torch import nn
 
 import chipfit
@@ -16,6 +15,8 @@ from chipfit.runtimes import write_opened
 pytest.importorskip("ai_edge_litert")
 
 from ai_edge_litert.interpreter import Interpreter, OpResolverType
+
+from tests.onnx_models import onnx_of
 
 #: activation -> scale and zero point of an int8 result, from the quantization specification of LiteRT
 SPECIFIED = {
@@ -122,9 +123,7 @@ def test_files_that_belong_to_a_file_come_with_it(tmp_path):
         write_atomically(path.with_name("weights.bin"), np.float32(3).tobytes())
         where = onnx.TensorProto(name="w", data_type=onnx.TensorProto.FLOAT, data_location=onnx.TensorProto.EXTERNAL)
         where.external_data.add(key="location", value="weights.bin")
-        ends = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, []) for n in "xy"]
-        body = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [where])
-        model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+        model = onnx_of("y = Add(x, w)", inputs={"x": []}, outputs={"y": []}, constants={"w": where}, opset=18)
         return write_atomically(path, model.SerializeToString())
 
     path = write_opened(write, tmp_path / "a.onnx", ["onnxruntime"])

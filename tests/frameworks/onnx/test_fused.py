@@ -7,11 +7,12 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import helper, numpy_helper
+from onnx import helper
 
 import chipfit
 from chipfit.engine.run import run
 from chipfit.frameworks import capture, load_model
+from tests.onnx_models import onnx_node, onnx_of
 
 _RANDOM = np.random.default_rng(0)
 X, SKIP = (_RANDOM.standard_normal((2, 5, 8)).astype("f4") for _ in range(2))
@@ -108,20 +109,15 @@ DATA = {
 def model(kind: str, operands: list[Any], attrs: dict[str, Any], results: int, domain: str, opset: int = 21) -> Any:
     """Return a model of one operator, with a row of results, and its inputs."""
     names = [o if isinstance(o, str) else f"c{k}" for k, o in enumerate(operands)]
-    init = [
-        numpy_helper.from_array(np.asarray(o), n) for n, o in zip(names, operands, strict=True) if n not in DATA and n
-    ]
+    constants = {n: o for n, o in zip(names, operands, strict=True) if n not in DATA and n}
     given = {n: DATA[n] for n in names if n in DATA}
-    ins = [
-        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(a.dtype), ["n", *a.shape[1:]])
-        for n, a in given.items()
-    ]
+    types = {n: helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in given.items()}
     outs = {1: ["y"], 2: ["y", "unread"], 3: ["y", "mask_index", "total"], 4: ["y", "", "", "total"]}[results]
     node = helper.make_node(kind, names, outs, domain=domain, **attrs)
-    ends = [onnx.ValueInfoProto(name=o) for o in outs if o not in ("", "unread")]
-    opsets = [helper.make_opsetid("", opset), *([helper.make_opsetid(domain, 1)] if domain else [])]
-    graph = helper.make_graph([node], "one", ins, ends, init)
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10), given
+    ins = {n: ["n", *a.shape[1:]] for n, a in given.items()}
+    made = onnx_of(node, inputs=ins, outputs=(), constants=constants, types=types, opset=opset)
+    made.graph.output.extend(onnx.ValueInfoProto(name=o) for o in outs if o not in ("", "unread"))
+    return made, given
 
 
 def compared(proto: Any, given: dict[str, Any]) -> Any:
@@ -153,28 +149,19 @@ def test_a_layer_norm_as_tensorflow_has_it_is_one_layer(negated, scaled, pooled)
         "axes": np.array([2]),
     }
 
-    def mean(x: str, y: str) -> Any:
-        return (
-            helper.make_node("GlobalAveragePool", [x], [y])
-            if pooled
-            else helper.make_node("ReduceMean", [x, "axes"], [y])
-        )
+    def mean(x: str, y: str) -> str:
+        return f"{y} = GlobalAveragePool({x})" if pooled else f"{y} = ReduceMean({x}, axes)"
 
-    steps = [
-        "Sub x m d, Mul d d q",
-        "Add v eps a, Sqrt a r, Reciprocal r i",
-        "Mul i w k, Mul x k p" if scaled else "Mul x i p",
-        f"Neg m n, Mul n {'k' if scaled else 'i'} t" if negated else f"Mul m {'k' if scaled else 'i'} t",
-        ("Add t b s, Add p s y" if negated else "Sub b t s, Add p s y")
-        if scaled
-        else ("Add p t y" if negated else "Sub p t y"),
-    ]
-    nodes = [helper.make_node(op, ins, [out]) for s in ", ".join(steps).split(", ") for op, *ins, out in [s.split()]]
-    nodes = [mean("x", "m"), *nodes[:2], mean("q", "v"), *nodes[2:]]
-    x = helper.make_tensor_value_info("x", 1, ["n", 5, 8])
-    weights = [numpy_helper.from_array(np.asarray(v), k) for k, v in init.items()]
-    graph = helper.make_graph(nodes, "norm", [x], [onnx.ValueInfoProto(name="y")], weights)
-    read = compared(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), {"x": X})
+    factor = "k" if scaled else "i"
+    nodes = [mean("x", "m"), "d = Sub(x, m)", "q = Mul(d, d)", mean("q", "v")]
+    nodes += ["a = Add(v, eps)", "r = Sqrt(a)", "i = Reciprocal(r)"]
+    nodes += ["k = Mul(i, w)", "p = Mul(x, k)"] if scaled else ["p = Mul(x, i)"]
+    nodes += ["n = Neg(m)", f"t = Mul(n, {factor})"] if negated else [f"t = Mul(m, {factor})"]
+    if scaled:
+        nodes += ["s = Add(t, b)" if negated else "s = Sub(b, t)", "y = Add(p, s)"]
+    else:
+        nodes += ["y = Add(p, t)" if negated else "y = Sub(p, t)"]
+    read = compared(onnx_of(*nodes, inputs={"x": ["n", 5, 8]}, constants=init, opset=18), {"x": X})
     assert [n.op for n in read.nodes] == ["LayerNorm"] and len(read.nodes[0].inputs) == (3 if scaled else 1)
 
 
@@ -220,24 +207,18 @@ def test_a_network_of_fused_operators_is_quantized_and_exact(platform, suffix, t
     """Attention with a mask, the sum with its input, and two layers with a GELU, as the optimizer writes it."""
     names = {"w": weight(8, 24), "b": weight(24), "g": weight(8), "h": weight(8), "u": weight(8, 16), "v": weight(16)}
     names |= {"d": weight(16, 8), "e": weight(8)}
-    ms: dict[str, Any] = {"domain": "com.microsoft"}
     nodes = [
-        helper.make_node("Attention", ["x", "w", "b", "mask"], ["a"], num_heads=2, **ms),
-        helper.make_node("SkipLayerNormalization", ["a", "x", "g", "h"], ["s"], **ms),
-        helper.make_node("MatMul", ["s", "u"], ["m"]),
-        helper.make_node("BiasGelu", ["m", "v"], ["r"], **ms),
-        helper.make_node("FusedMatMul", ["r", "d"], ["o"], **ms),
-        helper.make_node("SkipLayerNormalization", ["o", "s", "g", "h", "e"], ["y"], **ms),
+        onnx_node("a = com.microsoft::Attention(x, w, b, mask)", num_heads=2),
+        "s = com.microsoft::SkipLayerNormalization(a, x, g, h)",
+        "m = MatMul(s, u)",
+        "r = com.microsoft::BiasGelu(m, v)",
+        "o = com.microsoft::FusedMatMul(r, d)",
+        "y = com.microsoft::SkipLayerNormalization(o, s, g, h, e)",
     ]
-    ins = [helper.make_tensor_value_info("x", 1, ["n", 5, 8]), helper.make_tensor_value_info("mask", 6, ["n", 5])]
-    init = [numpy_helper.from_array(v, k) for k, v in names.items()]
-    graph = helper.make_graph(nodes, "bert", ins, [onnx.ValueInfoProto(name="y")], init)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    proto = onnx_of(*nodes, inputs={"x": ["n", 5, 8], "mask": ["n", 5]}, constants=names, types={"mask": 6})
     draw = torch.Generator().manual_seed(0)
     data = [{"x": torch.randn(2, 5, 8, generator=draw), "mask": torch.from_numpy(MASK)} for _ in range(3)]
-    result = chipfit.quantize(
-        helper.make_model(graph, opset_imports=opsets, ir_version=10), data, platform=platform, progress=False
-    )
+    result = chipfit.quantize(proto, data, platform=platform, progress=False)
     result.export(tmp_path / f"net{suffix}")
     assert [n.op for n in result.graph.nodes if n.op in ("Linear", "Opaque")] == ["Linear"] * 5
     assert result.verify(data).exact
@@ -248,49 +229,34 @@ def test_a_network_of_fused_operators_is_quantized_and_exact(platform, suffix, t
 
 def test_a_loop_and_a_scan_with_a_known_number_of_steps_are_unrolled():
     """Three steps of y = y + y, then running sums over the axis of five."""
-    number = helper.make_tensor_value_info
-    double = helper.make_node("Add", ["v", "v"], ["w"])
-    keep = helper.make_node("Identity", ["going"], ["more"])
-    twice = helper.make_graph(
-        [keep, double], "twice", [number("k", 7, []), number("going", 9, []), number("v", 1, None)],
-        [number("more", 9, []), number("w", 1, None)],
-    )  # fmt: skip
-    add = helper.make_node("Add", ["s", "e"], ["t"]), helper.make_node("Identity", ["t"], ["u"])
-    ends = (*[[number(n, 1, ["n", 8]) for n in names] for names in ("se", "tu")],)
+    ends = {"inputs": {"k": [], "going": [], "v": None}, "outputs": {"more": [], "w": None}}
+    twice = onnx_of("more = Identity(going)", "w = Add(v, v)", **ends, types={"k": 7, "going": 9, "more": 9}).graph
+    rows = {"inputs": dict.fromkeys("se", ("n", 8)), "outputs": dict.fromkeys("tu", ("n", 8))}
+    add = onnx_of("t = Add(s, e)", "u = Identity(t)", **rows).graph
+    axes = {"scan_input_axes": [1], "scan_output_axes": [1]}
     nodes = [
-        helper.make_node("Loop", ["three", "", "x"], ["y"], body=twice),
-        helper.make_node("ReduceSum", ["y", "axis"], ["z"], keepdims=0),
-        helper.make_node("Sub", ["z", "z"], ["zero"]),
-        helper.make_node(
-            "Scan", ["zero", "y"], ["last", "sums"], body=helper.make_graph(add, "sum", *ends), num_scan_inputs=1,
-            scan_input_axes=[1], scan_output_axes=[1],
-        ),
-    ]  # fmt: skip
-    init = [numpy_helper.from_array(v, k) for k, v in {"three": np.int64(3), "axis": np.array([1])}.items()]
-    outs = [onnx.ValueInfoProto(name=n) for n in ("last", "sums")]
-    graph = helper.make_graph(nodes, "steps", [number("x", 1, ["n", 5, 8])], outs, init)
-    read = compared(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), {"x": X})
+        onnx_node("y = Loop(three, -, x)", body=twice),
+        onnx_node("z = ReduceSum(y, axis)", keepdims=0),
+        "zero = Sub(z, z)",
+        onnx_node("last, sums = Scan(zero, y)", body=add, num_scan_inputs=1, **axes),
+    ]
+    constants = {"three": np.int64(3), "axis": np.array([1])}
+    proto = onnx_of(*nodes, inputs={"x": ["n", 5, 8]}, outputs=["last", "sums"], constants=constants)
+    read = compared(proto, {"x": X})
     assert {n.op for n in read.nodes} == {"Add", "Sum", "Sub", "Select", "Unsqueeze", "Concat"}
 
 
 def test_a_branch_that_inputs_of_these_sizes_cannot_take_is_left_out():
     """As in a network of speech that takes windows of one size at 16 kHz and of another one at 8 kHz."""
-    number = helper.make_tensor_value_info
     branches = {
-        f"{name}_branch": helper.make_graph(
-            [helper.make_node("MatMul", ["x", w], [w + "y"])], name, [], [number(w + "y", 1, None)]
-        )
+        f"{name}_branch": onnx_of(f"{w}y = MatMul(x, {w})", inputs={}, outputs=[f"{w}y"]).graph
         for name, w in (("then", "wide"), ("else", "narrow"))
     }
-    nodes = [
-        helper.make_node("Equal", ["rate", "usual"], ["fits"]),
-        helper.make_node("If", ["fits"], ["y"], name="choice", **branches),
-    ]
+    nodes = "fits = Equal(rate, usual)", onnx_node("y = If(fits)", name="choice", **branches)
     init = {"wide": weight(8, 3), "narrow": weight(4, 3), "usual": np.array(16000)}
-    ends = [number("x", 1, ["n", None]), number("rate", 7, [])], [number("y", 1, ["n", 3])]
-    graph = helper.make_graph(nodes, "rates", *ends, [numpy_helper.from_array(v, k) for k, v in init.items()])
+    ends = {"inputs": {"x": ["n", None], "rate": []}, "outputs": {"y": ["n", 3]}, "types": {"rate": 7}}
     given = {"x": X[:, 0], "rate": np.array(16000)}
-    read = compared(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), given)
+    read = compared(onnx_of(*nodes, **ends, constants=init), given)
     assert any("else branch of If 'choice' is left out" in n for n in read.notes) and len(read.nodes) == 1
 
 
@@ -315,15 +281,8 @@ def test_an_interpolation_is_read(how, factor):
 def test_interpolation_between_corners_of_pixels_is_exact(platform, suffix, tmp_path):
     """Upsample of opset 9, and TensorFlow 1's bilinear resizing."""
     names = {"w": weight(4, 3, 3, 3), "v": weight(3, 4, 3, 3), "scales": np.array([1, 1, 3, 2], "f4")}
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"]),
-        helper.make_node("Upsample", ["a", "scales"], ["b"], mode="linear"),
-        helper.make_node("Conv", ["b", "v"], ["y"]),
-    ]
-    init = [numpy_helper.from_array(v, k) for k, v in names.items()]
-    ins = [helper.make_tensor_value_info("x", 1, ["n", 3, 7, 9])]
-    graph = helper.make_graph(nodes, "upsampling", ins, [onnx.ValueInfoProto(name="y")], init)
-    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 9)], ir_version=8)
+    nodes = "a = Conv(x, w)", onnx_node("b = Upsample(a, scales)", mode="linear"), "y = Conv(b, v)"
+    proto = onnx_of(*nodes, inputs={"x": ["n", 3, 7, 9]}, constants=names, opset=9)
     draw = torch.Generator().manual_seed(0)
     data = [torch.randn(4, 3, 7, 9, generator=draw) for _ in range(3)]
     result = chipfit.quantize(proto, data, platform=platform, progress=False)

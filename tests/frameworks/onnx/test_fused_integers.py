@@ -5,7 +5,6 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from onnx import helper, numpy_helper
 
 import chipfit
 from chipfit.engine.run import run
@@ -14,16 +13,14 @@ from chipfit.runtimes import onnxruntime
 from chipfit.verify import verify
 from chipfit.verify.file import read_quantized
 from tests.build import precise_session
+from tests.onnx_models import onnx_node, onnx_of
 
 onnxruntime_quantization = pytest.importorskip("onnxruntime.quantization")
 
 
-def saved(path, nodes, weights, ends, domains=("",)):
-    initialisers = [numpy_helper.from_array(w, k) for k, w in weights.items()]
-    ins, outs = ([helper.make_tensor_value_info(k, 1, shape) for k, shape in of.items()] for of in ends)
-    graph = helper.make_graph(nodes, "net", ins, outs, initialisers)
-    opsets = [helper.make_opsetid(d, 17 if not d else 1) for d in domains]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), path)
+def saved(path, nodes, weights, x, outputs):
+    inputs = x if isinstance(x, dict) else {"x": x}
+    onnx.save(onnx_of(*nodes, inputs=inputs, outputs=outputs, constants=weights), path)
     return path
 
 
@@ -34,14 +31,14 @@ def drawn(*shape, seed=0):
 def lstm(path, directions):
     weights = {"W": drawn(directions, 32, 6), "R": drawn(directions, 32, 8, seed=1), "B": drawn(directions, 64, seed=2)}
     way = {1: "forward", 2: "bidirectional"}[directions]
-    nodes = [helper.make_node("LSTM", ["x", "W", "R", "B"], ["y"], name="lstm", hidden_size=8, direction=way)]
-    return saved(path, nodes, weights, ({"x": [10, 1, 6]}, {"y": [10, directions, 1, 8]}))
+    node = onnx_node("y = LSTM(x, W, R, B)", name="lstm", hidden_size=8, direction=way)
+    return saved(path, [node], weights, [10, 1, 6], {"y": [10, directions, 1, 8]})
 
 
 def attention(path):
     weights = {"w": drawn(16, 48), "b": drawn(48, seed=1)}
-    nodes = [helper.make_node("Attention", ["x", "w", "b"], ["y"], name="a", domain="com.microsoft", num_heads=4)]
-    return saved(path, nodes, weights, ({"x": [1, 5, 16]}, {"y": [1, 5, 16]}), ("", "com.microsoft"))
+    node = onnx_node("y = com.microsoft::Attention(x, w, b)", name="a", num_heads=4)
+    return saved(path, [node], weights, [1, 5, 16], {"y": [1, 5, 16]})
 
 
 def quantized(path, per_channel):
@@ -76,39 +73,28 @@ def test_a_file_of_onnx_runtimes_quantizer_is_quantized_again(tmp_path, make, ki
 
 def test_layers_in_a_row_that_quantize_at_run_time_are_compared(tmp_path):
     weights = {f"{k}{n}": drawn(2, *size, seed=n) for n in (6, 16) for k, size in (("W", (32, n)), ("R", (32, 8)))}
-    lstms = [("x", "6", "a"), ("c", "16", "y")]
-    first, second = (
-        helper.make_node("LSTM", [i, f"W{n}", f"R{n}"], [o], name=o, hidden_size=8, direction="bidirectional")
-        for i, n, o in lstms
-    )
-    turn = helper.make_node("Transpose", ["a"], ["b"], perm=(0, 2, 1, 3))
-    merge = helper.make_node("Reshape", ["b", "sizes"], ["c"])
+    lstms, how = [("x", "6", "a"), ("c", "16", "y")], {"hidden_size": 8, "direction": "bidirectional"}
+    first, second = (onnx_node(f"{o} = LSTM({i}, W{n}, R{n})", name=o, **how) for i, n, o in lstms)
+    turn = onnx_node("b = Transpose(a)", perm=(0, 2, 1, 3))
+    merge = onnx_node("c = Reshape(b, sizes)")
     weights["sizes"] = np.array([10, 1, 16])
-    file = saved(
-        tmp_path / "net.onnx", [first, turn, merge, second], weights, ({"x": [10, 1, 6]}, {"y": [10, 2, 1, 8]})
-    )
+    nodes = [first, turn, merge, second]
+    file = saved(tmp_path / "net.onnx", nodes, weights, [10, 1, 6], {"y": [10, 2, 1, 8]})
     check = chipfit.verify_file(quantized(file, False), [torch.from_numpy(drawn(10, 1, 6))])
     assert check.exact and [o.name for o in check.outputs if o.inner] == ["x/turned", "a_stack"], str(check)
 
 
 def test_a_mean_that_is_read_as_a_pool_and_a_reshape_is_compared(tmp_path):
-    nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"]),
-        helper.make_node("ReduceMean", ["a"], ["b"], axes=[2, 3], keepdims=0),
-        helper.make_node("MatMul", ["b", "v"], ["y"]),
-    ]
+    nodes = ["a = Conv(x, w)", onnx_node("b = ReduceMean(a)", axes=[2, 3], keepdims=0), "y = MatMul(b, v)"]
     weights = {"w": drawn(8, 3, 3, 3), "v": drawn(8, 4, seed=1)}
-    file = saved(tmp_path / "net.onnx", nodes, weights, ({"x": [1, 3, 9, 9]}, {"y": [1, 4]}))
+    file = saved(tmp_path / "net.onnx", nodes, weights, [1, 3, 9, 9], {"y": [1, 4]})
     check = chipfit.verify_file(quantized(file, False), [torch.from_numpy(drawn(1, 3, 9, 9))])
     assert check.exact and [o.name for o in check.outputs if o.inner] == ["b"], str(check)
 
 
 def test_an_output_of_indices_stays_one_without_quantizers(tmp_path):
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["a"]),
-        helper.make_node("ArgMax", ["a"], ["y"], axis=1, keepdims=0),
-    ]
-    file = saved(tmp_path / "net.onnx", nodes, {"w": drawn(6, 8)}, ({"x": [10, 6]}, {"y": [10]}))
+    nodes = ["a = MatMul(x, w)", onnx_node("y = ArgMax(a)", axis=1, keepdims=0)]
+    file = saved(tmp_path / "net.onnx", nodes, {"w": drawn(6, 8)}, [10, 6], {"y": [10]})
     model = onnx.load(file)
     model.graph.output[0].type.tensor_type.elem_type = onnx.TensorProto.INT64
     onnx.save(model, file)
@@ -120,13 +106,11 @@ def test_an_output_of_indices_stays_one_without_quantizers(tmp_path):
 def embedding(path):
     rows = {"words": drawn(20, 16), "places": drawn(8, 16, seed=1), "kinds": drawn(2, 16, seed=2)}
     weights = rows | {"gamma": np.ones(16, "f4"), "beta": drawn(16, seed=3), "w": drawn(16, 48), "b": drawn(48, seed=4)}
-    first, second = (
-        helper.make_node("EmbedLayerNormalization", ["ids", "kind", *[*weights][:5], "mask"], ["e", "counts"], "e"),
-        helper.make_node("Attention", ["e", "w", "b", "counts"], ["y"], "a", num_heads=4),
-    )
-    first.domain = second.domain = "com.microsoft"
-    ends = [dict.fromkeys(("ids", "kind", "mask"), ("batch", 5)), {"y": ("batch", 5, 16)}]
-    saved(path, [first, second], weights, ends, ("", "com.microsoft"))
+    operands = ", ".join(["ids", "kind", *[*weights][:5], "mask"])
+    first = onnx_node(f"e, counts = com.microsoft::EmbedLayerNormalization({operands})", name="e")
+    second = onnx_node("y = com.microsoft::Attention(e, w, b, counts)", name="a", num_heads=4)
+    ins = dict.fromkeys(("ids", "kind", "mask"), ("batch", 5))
+    saved(path, [first, second], weights, ins, {"y": ("batch", 5, 16)})
     model = onnx.load(path)
     for v in model.graph.input:
         v.type.tensor_type.elem_type = onnx.TensorProto.INT32

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from chipfit.engine.parts import part_labels
 from chipfit.errors import CaptureError
@@ -14,6 +14,7 @@ from chipfit.frameworks import capture, load_model
 from chipfit.graph.joins import Joins
 from chipfit.pipeline import quantize
 from chipfit.rounding.compare import Reference
+from tests.onnx_models import onnx_of
 
 INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 IMAGE = torch.ones(2, 1, 2, 2)
@@ -25,10 +26,7 @@ def node(kind, inputs, output="y", **attributes):
 
 def model(nodes, constants=None, shape=("n", 4), opset=20):
     """Return a network from `x` to `y`."""
-    weights = [numpy_helper.from_array(np.asarray(v), k) for k, v in (constants or {}).items()]
-    x, y = helper.make_tensor_value_info("x", 1, shape), helper.make_tensor_value_info("y", 1, None)
-    graph = helper.make_graph(nodes, "g", [x], [y], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+    return onnx_of(*nodes, inputs={"x": shape}, constants=constants, opset=opset)
 
 
 def refused(proto, message, x=None):

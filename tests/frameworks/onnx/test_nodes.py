@@ -14,6 +14,7 @@ from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
 from chipfit.operators.table import OPS
 from tests.export.operators import CASES, alone
+from tests.onnx_models import onnx_node, onnx_of
 
 #: operators with more than one operand of data; of others, operands behind the first are constants
 _SEVERAL = set(
@@ -108,10 +109,8 @@ def test_a_remainder_with_the_sign_of_the_dividend_is_that_of_onnx_runtime(kind)
     import onnxruntime
 
     a, b = np.array([[-5, 5, -6, 6, 0, 7]], kind), np.array([[3, -3, 3, 4, -4, 8]], kind)
-    of = [onnx.helper.make_tensor_value_info(n, onnx.helper.np_dtype_to_tensor_dtype(a.dtype), [1, 6]) for n in "aby"]
-    node = onnx.helper.make_node("Mod", ["a", "b"], ["y"], fmod=1)
-    graph = onnx.helper.make_graph([node], "g", of[:2], of[2:])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    types = dict.fromkeys("aby", onnx.helper.np_dtype_to_tensor_dtype(a.dtype))
+    model = onnx_of(onnx_node("y = Mod(a, b)", fmod=1), inputs=dict.fromkeys("ab", (1, 6)), types=types)
     session = onnxruntime.InferenceSession(model.SerializeToString())
     (want,) = session.run(None, {"a": a, "b": b})
     assert want.tolist() == [[-2, 2, 0, 2, 0, 7]]
@@ -123,16 +122,10 @@ def test_a_remainder_with_the_sign_of_the_dividend_is_that_of_onnx_runtime(kind)
 
 def test_a_scan_over_a_vector_hands_on_numbers():
     """Its body takes one number of [1, 2, 3] at a time, which has no axis; the sums are [1, 3, 6]."""
-    number = [onnx.helper.make_tensor_value_info(n, 1, []) for n in "ab"]
-    body = onnx.helper.make_graph(
-        [onnx.helper.make_node("Add", ["a", "b"], ["c"]), onnx.helper.make_node("Identity", ["c"], ["d"])],
-        *("body", number, [onnx.helper.make_tensor_value_info(n, 1, []) for n in "cd"]),
-    )
-    scan = onnx.helper.make_node("Scan", ["a", "b"], ["y", "z"], num_scan_inputs=1, body=body)
-    outputs = [onnx.helper.make_tensor_value_info("y", 1, []), onnx.helper.make_tensor_value_info("z", 1, [3])]
-    steps = numpy_helper.from_array(np.array([1, 2, 3], np.float32), "b")
-    graph = onnx.helper.make_graph([scan], "g", number[:1], outputs, [steps])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    numbers = {"inputs": {"a": [], "b": []}, "outputs": {"c": [], "d": []}}
+    body = onnx_of("c = Add(a, b)", "d = Identity(c)", **numbers).graph
+    scan, steps = onnx_node("y, z = Scan(a, b)", num_scan_inputs=1, body=body), np.array([1, 2, 3], np.float32)
+    model = onnx_of(scan, inputs={"a": []}, outputs={"y": [], "z": [3]}, constants={"b": steps})
     read = capture(load_model(model), [torch.zeros(())])
     env = run(read, [torch.zeros(())], keep=read.outputs)
     assert [env[o].tolist() for o in read.outputs] == [6.0, [1.0, 3.0, 6.0]]
@@ -142,11 +135,8 @@ def test_a_scan_over_a_vector_hands_on_numbers():
 def test_sums_and_products_of_32_bit_integers_have_32_bits(op):
     """Of [3, 2, 4]: 3, 5, 9; 9; 24."""
     x = torch.tensor([[3, 2, 4]], dtype=torch.int32)
-    of = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.INT32, None) for n in "xy"]
-    axis = numpy_helper.from_array(np.array(1 if op == "CumSum" else [1]), "axis")
-    node = onnx.helper.make_node(op, ["x", "axis"], ["y"])
-    graph = onnx.helper.make_graph([node], "g", of[:1], of[1:], [axis])
-    read = capture(load_model(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)])), [x])
+    how = {"constants": {"axis": 1 if op == "CumSum" else [1]}, "types": dict.fromkeys("xy", onnx.TensorProto.INT32)}
+    read = capture(load_model(onnx_of(f"y = {op}(x, axis)", inputs={"x": None}, **how, opset=18)), [x])
     (y,) = run(read, [x], keep=read.outputs).values()
     assert y.dtype is torch.int32 and "Opaque" not in {n.op for n in read.nodes}
     assert y.tolist() == [{"CumSum": [3, 5, 9], "ReduceSum": [9], "ReduceProd": [24]}[op]]
@@ -178,12 +168,10 @@ def test_what_exporters_write_is_read_as_canonical_operators(name):
 
     op, attrs, shapes, constants = CANONICAL[name]
     data = [np.random.default_rng(k).normal(size=s).astype(np.float32) for k, s in enumerate(shapes)]
-    held = [numpy_helper.from_array(np.asarray(c), f"k{i}") for i, c in enumerate(constants)]
+    held = {f"k{i}": c for i, c in enumerate(constants)}
     names = [f"x{k}" for k in range(len(shapes))]
-    inputs = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in zip(names, shapes, strict=True)]
-    node = onnx.helper.make_node(op, [*names, *(t.name for t in held)], ["y"], **attrs)
-    graph = onnx.helper.make_graph([node], "g", inputs, [onnx.helper.make_tensor_value_info("y", 1, None)], held)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 19)], ir_version=9)
+    node = onnx_node(f"y = {op}({', '.join([*names, *held])})", **attrs)
+    model = onnx_of(node, inputs=dict(zip(names, shapes, strict=True)), constants=held, opset=19)
     (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, dict(zip(names, data, strict=True)))
     given = [torch.from_numpy(x) for x in data]
     read = capture(load_model(model), given)

@@ -21,6 +21,7 @@ from chipfit.platform.load import load as load_platform
 from chipfit.runtimes import onnxruntime
 from chipfit.verify import verify
 from chipfit.verify.file import read_quantized as read_file
+from tests.onnx_models import onnx_node, onnx_of
 
 ort = pytest.importorskip("onnxruntime")
 with pytest.MonkeyPatch.context() as quiet:
@@ -186,21 +187,13 @@ def test_a_relu_that_a_tool_folded_into_a_quantizer_is_a_relu_again(tmp_path, sc
     constants = {"s": np.float32(scale), "z": np.uint8(zero), "s1": np.float32(1 / 255), "z0": np.uint8(0)}
     constants |= {w: draw.normal(size=(4, 4)).astype("f4") for w in ("v", "w")}
     pairs = [("x", "s", "z"), ("a", "s", "z"), ("c", "s1", "z0")]
-    nodes = [helper.make_node("QuantizeLinear", [*p], [f"{p[0]}_q"]) for p in pairs]
-    nodes += [helper.make_node("DequantizeLinear", [f"{x}_q", *p], [f"{x}_f"]) for x, *p in pairs]
-    layers = (
-        ("MatMul", ["x_f", "v"], "a"),
-        ("MatMul", ["a_f", "w"], "b"),
-        ("Sigmoid", ["b"], "c"),
-        ("Neg", ["c_f"], "y"),
-    )
-    nodes += [helper.make_node(op, inputs, [y], name=f"{y}_q") for op, inputs, y in [*layers, ("Neg", ["c_f"], "y")]]
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", 4]) for n in "xy"]
-    held = [numpy_helper.from_array(np.asarray(v), k) for k, v in constants.items()]
-    graph = helper.make_graph([nodes[k] for k in (0, 3, 6, 1, 4, 7, 8, 2, 5, 9)], "cut", ends[:1], ends[1:], held)
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8), tmp_path / "q.onnx"
-    )
+    quantizers = [
+        (f"{x}_q = QuantizeLinear({x}, {s}, {z})", f"{x}_f = DequantizeLinear({x}_q, {s}, {z})") for x, s, z in pairs
+    ]
+    layers = ("a = MatMul(x_f, v)", "b = MatMul(a_f, w)", "c = Sigmoid(b)", "y = Neg(c_f)")
+    a, b, c, y = (onnx_node(layer, name=f"{layer[0]}_q") for layer in layers)
+    nodes = [*quantizers[0], a, *quantizers[1], b, c, *quantizers[2], y]
+    onnx.save(onnx_of(*nodes, inputs={"x": ["n", 4]}, constants=constants, opset=opset), tmp_path / "q.onnx")
     found = capture(chipfit.load_model(tmp_path / "q.onnx", requantize=True), (torch.randn(5, 4),))
     assert [n.op for n in found.nodes if n.op != "Neg"] == ops
 
@@ -209,18 +202,14 @@ def test_a_relu_that_a_tool_folded_into_a_quantizer_is_a_relu_again(tmp_path, sc
 def products(tmp_path_factory):
     """A file of two products with constants."""
     draw = np.random.default_rng(0)
-    weights = [
-        numpy_helper.from_array((draw.normal(size=s) / 8).astype("f4"), f"w{s[1]}") for s in ((64, 96), (96, 32))
-    ]
+    constants = {f"w{s[1]}": (draw.normal(size=s) / 8).astype("f4") for s in ((64, 96), (96, 32))}
     nodes = [
-        helper.make_node("MatMul", ["x", "w96"], ["hidden"], name="first"),
-        helper.make_node("Relu", ["hidden"], ["positive"]),
-        helper.make_node("MatMul", ["positive", "w32"], ["y"], name="last"),
+        onnx_node("hidden = MatMul(x, w96)", name="first"),
+        "positive = Relu(hidden)",
+        onnx_node("y = MatMul(positive, w32)", name="last"),
     ]
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 64), ("y", 32))]
-    graph = helper.make_graph(nodes, "products", ends[:1], ends[1:], weights)
     file = tmp_path_factory.mktemp("products") / "float.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), file)
+    onnx.save(onnx_of(*nodes, inputs={"x": ["n", 64]}, constants=constants, opset=21), file)
     return file
 
 
@@ -250,12 +239,10 @@ def test_weights_in_blocks_of_onnx_runtimes_tool_are_read(products, tmp_path, bi
 def looked_up(tmp_path):
     """Return rows of a table [10, 64], and their product."""
     draw = np.random.default_rng(0)
-    held = [numpy_helper.from_array(draw.normal(size=s).astype("f4"), n) for n, s in (("t", (10, 64)), ("w", (64, 4)))]
-    nodes = [helper.make_node("Gather", ["t", "x"], ["rows"]), helper.make_node("MatMul", ["rows", "w"], ["y"])]
-    kinds = {"x": TensorProto.INT64, "rows": TensorProto.FLOAT, "y": TensorProto.FLOAT}
-    ends = [helper.make_tensor_value_info(n, k, ["n", 3] if n == "x" else None) for n, k in kinds.items()]
-    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], held)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "f.onnx")
+    held = {n: draw.normal(size=s).astype("f4") for n, s in (("t", (10, 64)), ("w", (64, 4)))}
+    nodes, types = ("rows = Gather(t, x)", "y = MatMul(rows, w)"), {"x": TensorProto.INT64}
+    ends = {"inputs": {"x": ["n", 3]}, "outputs": ["rows", "y"], "types": types}
+    onnx.save(onnx_of(*nodes, **ends, constants=held, opset=21), tmp_path / "f.onnx")
     return tmp_path / "f.onnx"
 
 
@@ -286,13 +273,8 @@ def test_rows_may_end_in_a_part_of_a_block(tmp_path, count, level):
     draw, blocks = np.random.default_rng(0), -(-count // 16)
     packed, scale = draw.integers(0, 256, (6, blocks, 8)).astype("u1"), draw.random((6, blocks)).astype("f4") + 0.1
     fields = {"K": count, "N": 6, "bits": 4, "block_size": 16, "accuracy_level": level}
-    node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **fields)
-    held = [numpy_helper.from_array(packed, "w"), numpy_helper.from_array(scale, "s")]
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", count), ("y", 6))]
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(helper.make_graph([node], "parts", ends[:1], ends[1:], held), opset_imports=opsets)
-    model.ir_version = 8
-    onnx.save(model, tmp_path / "parts.onnx")
+    node = onnx_node("y = com.microsoft::MatMulNBits(x, w, s)", **fields)
+    onnx.save(onnx_of(node, inputs={"x": ["n", count]}, constants={"w": packed, "s": scale}), tmp_path / "parts.onnx")
     found = chipfit.verify_file(tmp_path / "parts.onnx", [torch.randn(5, count)])
     assert found.exact and [h.elements for h in found.held] == [6 * count]
 
@@ -313,8 +295,8 @@ def test_integers_that_a_cast_and_a_mul_make_floats_are_shown(products, tmp_path
     codes = numpy_helper.from_array(np.arange(64 * 96).reshape(64, 96).astype("i1"), "w96_q")
     del model.graph.initializer[0]
     model.graph.initializer.extend([codes, numpy_helper.from_array(scale, "scale")])
-    cast = helper.make_node("Cast", ["w96_q"], ["cast"], to=TensorProto.FLOAT)
-    model.graph.node.insert(0, helper.make_node("Mul", ["cast", "scale"], ["w96"]))
+    cast = onnx_node("cast = Cast(w96_q)", to=TensorProto.FLOAT)
+    model.graph.node.insert(0, onnx_node("w96 = Mul(cast, scale)"))
     model.graph.node.insert(0, cast)
     onnx.save(model, tmp_path / "cast.onnx")
     found, _ = read_file(tmp_path / "cast.onnx")
@@ -330,20 +312,14 @@ def test_rows_that_are_gathered_as_integers_are_read(tmp_path, turned):
     """ONNX Runtime's quantizer gathers rows of integers and dequantizes them, perhaps moved, behind."""
     rng = np.random.default_rng(0)
     weights = {"table": rng.normal(size=(20, 8)).astype("f4"), "w": rng.normal(size=(8, 4)).astype("f4")}
-    kinds = ("Gather", ["table", "ids"], ["rows"]), ("Relu", ["rows"], ["r"]), ("MatMul", ["r", "w"], ["y"])
-    nodes = [helper.make_node(*k) for k in kinds]
-    ends = (
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", 5])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 5, 4])],
-    )
-    graph = helper.make_graph(nodes, "net", *ends, [numpy_helper.from_array(v, k) for k, v in weights.items()])
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), tmp_path / "f.onnx")
+    nodes, types = ("rows = Gather(table, ids)", "r = Relu(rows)", "y = MatMul(r, w)"), {"ids": TensorProto.INT64}
+    onnx.save(onnx_of(*nodes, inputs={"ids": ["n", 5]}, constants=weights, types=types), tmp_path / "f.onnx")
     tool = pytest.importorskip("onnxruntime.quantization")
     tool.quantize_dynamic(str(tmp_path / "f.onnx"), str(tmp_path / "q.onnx"))
     model = onnx.load(tmp_path / "q.onnx")
     gather = next(n for n in model.graph.node if n.op_type == "Gather")
     if turned:
-        moved = [helper.make_node("Transpose", ["g"], ["t"], perm=[1, 0, 2])]
+        moved = [onnx_node("t = Transpose(g)", perm=[1, 0, 2])]
         moved.append(helper.make_node("Transpose", ["t"], [gather.output[0]], perm=[1, 0, 2]))
         gather.output[0] = "g"
         for k, n in enumerate(moved):
@@ -405,13 +381,9 @@ def test_a_value_with_two_quantizers_that_is_read_in_float_too_is_verified(tmp_p
 @pytest.mark.parametrize("kind", ["Quant", "FakeQuantizeLearnablePerchannelAffine", "LearnedScale"])
 def test_quantizers_of_training_tools_are_named_and_dropped_on_request(tmp_path, kind):
     weight = np.random.default_rng(0).normal(size=(4, 3)).astype("f4")
-    constants = [numpy_helper.from_array(np.float32(0.05), "s"), numpy_helper.from_array(weight, "w")]
-    nodes = [helper.make_node(kind, [i, "s"], [f"{i}_q"], domain="of.a.tool") for i in ("x", "w")]
-    nodes.append(helper.make_node("MatMul", ["x_q", "w_q"], ["y"]))
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 4), ("y", 3))]
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("of.a.tool", 1)]
-    graph = helper.make_graph(nodes, "trained", ends[:1], ends[1:], constants)
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "trained.onnx")
+    constants = {"s": np.float32(0.05), "w": weight}
+    nodes = [*(f"{i}_q = of.a.tool::{kind}({i}, s)" for i in "xw"), "y = MatMul(x_q, w_q)"]
+    onnx.save(onnx_of(*nodes, inputs={"x": ["n", 4]}, constants=constants), tmp_path / "trained.onnx")
     x = torch.randn(5, 4)
     with pytest.raises(CaptureError, match=f"training tool.*{kind}.*--requantize"):
         chipfit.verify_file(tmp_path / "trained.onnx", [x])
@@ -426,14 +398,10 @@ def test_quantizers_of_training_tools_are_named_and_dropped_on_request(tmp_path,
 def test_quantizers_of_quark_are_read_as_onnxs_own_where_a_runtime_has_them(tmp_path, kind):
     weight, own = np.random.default_rng(0).integers(-99, 99, (4, 3)).astype(kind), "com.amd.quark"
     held = {"s": np.float32(0.03), "z": np.zeros((), kind), "w": weight}
-    nodes = [helper.make_node("ExtendedQuantizeLinear", ["x", "s", "z"], ["x_q"], domain=own)]
-    nodes += [helper.make_node("ExtendedDequantizeLinear", [i, "s", "z"], [f"{i}_f"], domain=own) for i in ("x_q", "w")]
-    nodes.append(helper.make_node("MatMul", ["x_q_f", "w_f"], ["y"]))
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 4), ("y", 3))]
-    constants = [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
-    graph = helper.make_graph(nodes, "quark", ends[:1], ends[1:], constants)
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid(own, 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "quark.onnx")
+    nodes = [f"x_q = {own}::ExtendedQuantizeLinear(x, s, z)"]
+    nodes += [f"{i}_f = {own}::ExtendedDequantizeLinear({i}, s, z)" for i in ("x_q", "w")]
+    model = onnx_of(*nodes, "y = MatMul(x_q_f, w_f)", inputs={"x": ["n", 4]}, constants=held)
+    onnx.save(model, tmp_path / "quark.onnx")
     x = torch.randn(5, 4)
     if kind == "i1":
         assert chipfit.verify_file(tmp_path / "quark.onnx", [x]).exact
@@ -459,45 +427,34 @@ def test_quantizers_of_qonnx_and_clipped_ones_are_read(tmp_path, way, opset):
     held |= {f"b{k}": np.float32(k) for k in (3, 4, 8)} | {"z5": np.float32(5)}
     own = "qonnx.custom_op.general"
     nodes = [
-        helper.make_node("Quant", ["x", "s", "z5", "b8"], ["x_f"], domain=own, signed=1, narrow=0),
-        helper.make_node("Quant", ["v", "fine", "z", "b3"], ["v_f"], domain=own, narrow=1, rounding_mode="ROUND"),
-        helper.make_node("MatMul", ["x_f", "v_f"], ["a"]),
-        helper.make_node("Quant", ["a", "half", "z", "b4"], ["a_f"], domain=own, signed=0, narrow=0),
-        helper.make_node("BipolarQuant", ["w", "half"], ["w_f"], domain=own),
-        helper.make_node("MatMul", ["a_f", "w_f"], ["y"]),
+        onnx_node(f"x_f = {own}::Quant(x, s, z5, b8)", signed=1, narrow=0),
+        onnx_node(f"v_f = {own}::Quant(v, fine, z, b3)", narrow=1, rounding_mode="ROUND"),
+        "a = MatMul(x_f, v_f)",
+        onnx_node(f"a_f = {own}::Quant(a, half, z, b4)", signed=0, narrow=0),
+        f"w_f = {own}::BipolarQuant(w, half)",
+        "y = MatMul(a_f, w_f)",
     ]
     if way == "QCDQ":
         held = held | {"i3": np.int8(0), "low": np.int8(-3), "high": np.int8(3), "u0": np.uint8(0), "u15": np.uint8(15)}
         held |= {"i5": np.int8(5), "i1": np.zeros(5, "i1"), "fine": fine[0], "low4": np.uint8(0)}
-        pair = ("QuantizeLinear", "Clip", "DequantizeLinear")
-        nodes = [
-            helper.make_node(pair[0], ["x", "s", "i5"], ["x_q"]),
-            helper.make_node(pair[2], ["x_q", "s", "i5"], ["x_f"]),
-            helper.make_node(pair[0], ["v", "fine", "i1"], ["v_q"], axis=1),
-            helper.make_node(pair[1], ["v_q", "low", "high"], ["v_c"]),
-            helper.make_node(pair[2], ["v_c", "fine", "i1"], ["v_f"], axis=1),
-            nodes[2],
-            helper.make_node(pair[0], ["a", "half", "u0"], ["a_q"]),
-            helper.make_node(pair[1], ["a_q", "u0", "u15"], ["a_c"]),
-            helper.make_node(pair[2], ["a_c", "half", "u0"], ["a_f"]),
-            helper.make_node(pair[2], ["w_i", "half"], ["w_f"]),
-            nodes[5],
-        ]
+        product, last = nodes[2], nodes[5]
+        nodes = ["x_q = QuantizeLinear(x, s, i5)", "x_f = DequantizeLinear(x_q, s, i5)"]
+        nodes += [onnx_node("v_q = QuantizeLinear(v, fine, i1)", axis=1), "v_c = Clip(v_q, low, high)"]
+        nodes += [onnx_node("v_f = DequantizeLinear(v_c, fine, i1)", axis=1), product]
+        nodes += ["a_q = QuantizeLinear(a, half, u0)", "a_c = Clip(a_q, u0, u15)"]
+        nodes += ["a_f = DequantizeLinear(a_c, half, u0)", "w_f = DequantizeLinear(w_i, half)", last]
         held["w_i"] = np.where(w >= 0, 1, -1).astype("i1")
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 8), ("y", 4))]
-    constants = [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
-    graph = helper.make_graph(nodes, "trained", ends[:1], ends[1:], constants)
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(own, 2)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "trained.onnx")
+    model = onnx_of(*nodes, inputs={"x": ["n", 8]}, constants=held, opset=opset, versions={own: 2})
+    onnx.save(model, tmp_path / "trained.onnx")
     v_f, signs = rounded(v, fine, 0, -3, 3), np.where(w >= 0, 0.5, -0.5)
     want = rounded(rounded(x, 0.03, 5, -128, 127) @ v_f, 0.5, 0, 0, 15) @ signs
     found = read_file(tmp_path / "trained.onnx")[0]
     got = ort.InferenceSession(found.content).run(["y"], {"x": x})[0]
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert chipfit.verify_file(tmp_path / "trained.onnx", [torch.from_numpy(x)]).exact
-    graph.initializer[[*held].index("s")].CopyFrom(numpy_helper.from_array(np.float32(-1), "s"))
+    model.graph.initializer[[*held].index("s")].CopyFrom(numpy_helper.from_array(np.float32(-1), "s"))
     with pytest.raises(CaptureError, match="must be positive.*-1"):
-        read_quantized(chipfit.load_model(helper.make_model(graph, opset_imports=opsets, ir_version=8)), "ort_cpu")
+        read_quantized(chipfit.load_model(model), "ort_cpu")
     again = capture(chipfit.load_model(tmp_path / "trained.onnx", requantize=True), (torch.from_numpy(x),))
     np.testing.assert_allclose(
         run(again, [torch.from_numpy(x)])[again.outputs[0]], np.maximum(x @ v_f, 0) @ signs, atol=1e-5
@@ -507,15 +464,12 @@ def test_quantizers_of_qonnx_and_clipped_ones_are_read(tmp_path, way, opset):
 def test_floats_of_8_bits_are_named_and_dropped_on_request(tmp_path):
     """Steps of float8e4m3fn are 1/8 from 1 to 2 and 32 from 256 to 448, its greatest number; halves go to even."""
     weight, kind = np.array([[1.0625, 300.0, 500.0]], "f4"), TensorProto.FLOAT8E4M3FN
-    held = [numpy_helper.from_array(np.asarray(a), k) for k, a in (("w", weight), ("s", np.float32(1)))]
-    held.append(helper.make_tensor("z", kind, [], [0.0]))
-    held.append(helper.make_tensor("v", kind, [1, 1], [1.125]))
-    nodes = [helper.make_node("QuantizeLinear", [i, "s", "z"], [f"{i}_q"]) for i in "xw"]
-    nodes += [helper.make_node("DequantizeLinear", [i, "s"], [f"{i}_f"]) for i in ("x_q", "w_q", "v")]
-    nodes += [helper.make_node("MatMul", ["x_q_f", "v_f"], ["a"]), helper.make_node("MatMul", ["a", "w_q_f"], ["y"])]
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 1), ("y", 3))]
-    graph = helper.make_graph(nodes, "float8", ends[:1], ends[1:], held)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), tmp_path / "8.onnx")
+    held = {"w": weight, "s": np.float32(1), "z": helper.make_tensor("z", kind, [], [0.0])}
+    held["v"] = helper.make_tensor("v", kind, [1, 1], [1.125])
+    nodes = [f"{i}_q = QuantizeLinear({i}, s, z)" for i in "xw"]
+    nodes += [f"{i}_f = DequantizeLinear({i}, s)" for i in ("x_q", "w_q", "v")]
+    nodes += ["a = MatMul(x_q_f, v_f)", "y = MatMul(a, w_q_f)"]
+    onnx.save(onnx_of(*nodes, inputs={"x": ["n", 1]}, constants=held, opset=19), tmp_path / "8.onnx")
     with pytest.raises(CaptureError, match="8 bits.*float8e4m3fn.*--requantize"):
         chipfit.verify_file(tmp_path / "8.onnx", [torch.ones(2, 1)])
     found = capture(chipfit.load_model(tmp_path / "8.onnx", requantize=True), (torch.ones(2, 1),))
@@ -527,23 +481,13 @@ def test_a_file_that_computes_in_float16_is_shown_and_read_in_float32(tmp_path):
     draw = np.random.default_rng(0)
     weight, bias = draw.integers(-9, 9, (8, 5)).astype("i1"), draw.normal(size=5).astype("f2")
     held = {"w": weight, "s": np.float16(0.0625), "z": np.int8(0), "bias": bias, "bs": np.float16(0.00390625)}
-    pairs = [("x16", "x_q"), ("a", "a_q")]
-    nodes = [helper.make_node("Cast", ["x"], ["x16"], to=TensorProto.FLOAT16)]
-    nodes += [helper.make_node("QuantizeLinear", [i, "s", "z"], [o]) for i, o in pairs]
-    nodes += [helper.make_node("DequantizeLinear", [i, "s", "z"], [f"{i}_f"]) for i in ("x_q", "w", "a_q")]
-    nodes += [
-        helper.make_node("Div", ["bias", "bs"], ["b_whole"]),
-        helper.make_node("Round", ["b_whole"], ["b_round"]),
-        helper.make_node("Cast", ["b_round"], ["b_i"], to=TensorProto.INT32),
-        helper.make_node("DequantizeLinear", ["b_i", "bs"], ["b"]),
-        helper.make_node("Gemm", ["x_q_f", "w_f", "b"], ["a"]),
-        helper.make_node("Cast", ["a_q_f"], ["y"], to=TensorProto.FLOAT),
-    ]
-    order = (0, 1, 3, 4, 6, 7, 8, 9, 10, 2, 5, 11)
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 8), ("y", 5))]
-    constants = [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
-    graph = helper.make_graph([nodes[k] for k in order], "half", ends[:1], ends[1:], constants)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9), tmp_path / "16.onnx")
+    nodes = [onnx_node("x16 = Cast(x)", to=TensorProto.FLOAT16), "x_q = QuantizeLinear(x16, s, z)"]
+    nodes += ["x_f = DequantizeLinear(x_q, s, z)", "w_f = DequantizeLinear(w, s, z)"]
+    nodes += ["b_whole = Div(bias, bs)", "b_round = Round(b_whole)"]
+    nodes += [onnx_node("b_i = Cast(b_round)", to=TensorProto.INT32), "b = DequantizeLinear(b_i, bs)"]
+    nodes += ["a = Gemm(x_f, w_f, b)", "a_q = QuantizeLinear(a, s, z)", "a_f = DequantizeLinear(a_q, s, z)"]
+    nodes.append(onnx_node("y = Cast(a_f)", to=TensorProto.FLOAT))
+    onnx.save(onnx_of(*nodes, inputs={"x": ["n", 8]}, constants=held, opset=19), tmp_path / "16.onnx")
     x = torch.randn(4, 8)
     shown = read_file(tmp_path / "16.onnx")[0].plan.tensors.values()
     assert "int32" in {t.stored.format for t in shown} and all(t.quantized for t in shown)
@@ -560,28 +504,18 @@ def test_a_bias_of_32_bits_that_a_sum_adds_before_a_recurrent_layer_is_read(tmp_
     """The sum of float32 and the bias, which is held in float64, is the layer's input in float32."""
     draw = np.random.default_rng(0)
     held = {"s": np.float32(0.03), "z": np.uint8(128), "v": draw.integers(-9, 9, (8, 4)).astype("i1"), "zv": np.int8(0)}
-    held |= {
-        "b": draw.integers(-99, 99, 4).astype("i4"),
-        "zb": np.int32(0),
-        "w": draw.normal(size=(1, 9, 4)).astype("f4"),
-    }
-    held["r"] = draw.normal(size=(1, 9, 3)).astype("f4")
+    held |= {"b": draw.integers(-99, 99, 4).astype("i4"), "zb": np.int32(0)}
+    held |= {n: draw.normal(size=(1, 9, k)).astype("f4") for n, k in (("w", 4), ("r", 3))}
     nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"]),
-        helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_f"]),
-        helper.make_node("DequantizeLinear", ["v", "s", "zv"], ["v_f"]),
-        helper.make_node("DequantizeLinear", ["b", "s", "zb"], ["b_f"]),
-        helper.make_node("MatMul", ["x_f", "v_f"], ["a"]),
-        helper.make_node("Add", ["b_f", "a"], ["c"]),
-        helper.make_node("GRU", ["c", "w", "r"], ["y"], hidden_size=3),
+        "x_q = QuantizeLinear(x, s, z)",
+        "x_f = DequantizeLinear(x_q, s, z)",
+        "v_f = DequantizeLinear(v, s, zv)",
+        "b_f = DequantizeLinear(b, s, zb)",
+        "a = MatMul(x_f, v_f)",
+        "c = Add(b_f, a)",
+        onnx_node("y = GRU(c, w, r)", hidden_size=3),
     ]
-    ends = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, "n", 8])]
-    outs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, [5, 1, "n", 3])]
-    graph = helper.make_graph(
-        nodes, "sum", ends, outs, [numpy_helper.from_array(np.asarray(a), k) for k, a in held.items()]
-    )
-    opsets = [helper.make_opsetid("", 17)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), tmp_path / "sum.onnx")
+    onnx.save(onnx_of(*nodes, inputs={"x": [5, "n", 8]}, constants=held), tmp_path / "sum.onnx")
     assert chipfit.verify_file(tmp_path / "sum.onnx", [torch.randn(5, 2, 8)]).checked
 
 
@@ -639,22 +573,20 @@ def test_a_file_without_integers_is_refused(float_file):
 
 def faulty(scale=(0.1,), zero=(3,), weight_zero=TensorProto.INT8, axis=1, weight_scale=0.2):
     """Return a model: quantizers around a product with a quantized weight."""
-    numbers = [
-        numpy_helper.from_array(np.array(scale if len(scale) > 1 else scale[0], "f4"), "s"),
-        helper.make_tensor("z", TensorProto.UINT8, [len(zero)] if len(zero) > 1 else [], zero),
-        helper.make_tensor("w_z", weight_zero, np.shape(weight_scale), [0] * np.size(weight_scale)),
-        numpy_helper.from_array(np.arange(12, dtype="i1").reshape(4, 3), "w_q"),
-        numpy_helper.from_array(np.array(weight_scale, "f4"), "w_s"),
-    ]
+    numbers = {
+        "s": np.array(scale if len(scale) > 1 else scale[0], "f4"),
+        "z": helper.make_tensor("z", TensorProto.UINT8, [len(zero)] if len(zero) > 1 else [], zero),
+        "w_z": helper.make_tensor("w_z", weight_zero, np.shape(weight_scale), [0] * np.size(weight_scale)),
+        "w_q": np.arange(12, dtype="i1").reshape(4, 3),
+        "w_s": np.array(weight_scale, "f4"),
+    }
     nodes = [
-        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["x_q"], axis=axis),
-        helper.make_node("DequantizeLinear", ["x_q", "s", "z"], ["x_f"], axis=axis),
-        helper.make_node("DequantizeLinear", ["w_q", "w_s", "w_z"], ["w"], axis=axis),
-        helper.make_node("MatMul", ["x_f", "w"], ["y"]),
+        onnx_node("x_q = QuantizeLinear(x, s, z)", axis=axis),
+        onnx_node("x_f = DequantizeLinear(x_q, s, z)", axis=axis),
+        onnx_node("w = DequantizeLinear(w_q, w_s, w_z)", axis=axis),
+        "y = MatMul(x_f, w)",
     ]
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", d]) for n, d in (("x", 4), ("y", 3))]
-    graph = helper.make_graph(nodes, "faulty", ends[:1], ends[1:], numbers)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx_of(*nodes, inputs={"x": ["n", 4]}, constants=numbers)
 
 
 FAULTS = [

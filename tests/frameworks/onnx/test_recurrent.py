@@ -5,12 +5,13 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper
 
 import chipfit
 from chipfit.engine.run import run
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
+from tests.onnx_models import onnx_of
 
 T, N, F, H = 5, 3, 4, 6
 GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
@@ -21,20 +22,13 @@ def model(op, path, direction="forward", bias=True, states=0, zero_states=False,
     rng, ways, g = np.random.default_rng(0), 2 if direction == "bidirectional" else 1, GATES[op]
     tensors = {"W": (ways, g * H, F), "R": (ways, g * H, H)} | ({"B": (ways, 2 * g * H)} if bias else {})
     tensors |= dict.fromkeys(("h", "c")[:states], (ways, N, H))
-    init = [
-        numpy_helper.from_array((rng.normal(size=s) * (0 if zero_states and k in "hc" else 0.5)).astype("f4"), k)
-        for k, s in tensors.items()
-    ]
-    init += [numpy_helper.from_array(np.array(lengths, "i4"), "lengths")] if lengths else []
+    factors = {k: 0 if zero_states and k in "hc" else 0.5 for k in tensors}
+    constants = {k: (rng.normal(size=s) * factors[k]).astype("f4") for k, s in tensors.items()}
+    constants |= {"lengths": np.array(lengths, "i4")} if lengths else {}
     results = ["Y", "Y_h", "Y_c"][: 3 if op == "LSTM" else 2]
     inputs = ["X", "W", "R", "B" if bias else "", "lengths" if lengths else "", *("h", "c")[:states]]
     node = helper.make_node(op, inputs, results, hidden_size=H, direction=direction, **attrs)
-    x = helper.make_tensor_value_info("X", TensorProto.FLOAT, [T, N, F])
-    outs = [helper.make_tensor_value_info(r, TensorProto.FLOAT, None) for r in results]
-    made = helper.make_model(
-        helper.make_graph([node], "g", [x], outs, init), opset_imports=[helper.make_opsetid("", 17)], ir_version=8
-    )
-    onnx.save(made, path)
+    onnx.save(onnx_of(node, inputs={"X": [T, N, F]}, outputs=results, constants=constants), path)
     return path
 
 

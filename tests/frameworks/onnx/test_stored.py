@@ -14,14 +14,12 @@ import chipfit
 from chipfit.errors import CaptureError
 from chipfit.frameworks import capture, load_model
 from chipfit.frameworks.onnx.stored import without_weights
+from tests.onnx_models import onnx_node, onnx_of
 
 
 def model_with(tensor: onnx.TensorProto) -> onnx.ModelProto:
     """Return y = x + w."""
-    ins = [helper.make_tensor_value_info("x", 1, ["n", 3])]
-    outs = [helper.make_tensor_value_info("y", 1, None)]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", ins, outs, [tensor])
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return onnx_of("y = Add(x, w)", inputs={"x": ["n", 3]}, constants={"w": tensor})
 
 
 def outside(dims=(3,), **entries: str) -> onnx.TensorProto:
@@ -119,13 +117,13 @@ def test_a_name_of_any_length_leaves_a_message_that_can_be_read(tmp_path):
 
 
 def test_external_data_of_tensors_in_functions_and_inner_graphs_are_checked_too(tmp_path):
-    constant = helper.make_node("Constant", [], ["y"], value=outside(location="../secret.bin"))
+    constant = onnx_node("y = Constant()", value=outside(location="../secret.bin"))
     model = model_with(numpy_helper.from_array(np.ones(3, "f4"), "w"))
     model.functions.append(helper.make_function("own", "F", [], ["y"], [constant], [helper.make_opsetid("", 17)]))
     refused(model, tmp_path, "lie elsewhere")
     inner = helper.make_graph([constant], "inner", [], [helper.make_tensor_value_info("y", 1, None)])
     model = model_with(numpy_helper.from_array(np.ones(3, "f4"), "w"))
-    model.graph.node.append(helper.make_node("If", ["c"], ["z"], then_branch=inner, else_branch=inner))
+    model.graph.node.append(onnx_node("z = If(c)", then_branch=inner, else_branch=inner))
     model.graph.output.append(helper.make_tensor_value_info("z", 1, None))
     refused(model, tmp_path, "lie elsewhere")
 

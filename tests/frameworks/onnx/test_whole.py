@@ -10,7 +10,7 @@ import onnx_ir
 import onnxruntime
 import pytest
 import torch
-from onnx import helper, numpy_helper
+from onnx import helper
 from torch import nn
 
 import chipfit
@@ -19,6 +19,7 @@ from chipfit.engine.run import run
 from chipfit.errors import CaptureError, DataError
 from chipfit.export.onnx.writer import export_onnx
 from chipfit.frameworks import capture, load_model
+from tests.onnx_models import onnx_node, onnx_of
 from tests.zoo import ZOO, make
 
 
@@ -113,14 +114,6 @@ def test_a_file_of_other_floats_is_read_in_float32_and_a_note_says_so(kind, tmp_
 # ---------------------------------------------------------------- operators without a row
 
 
-def small(nodes, inputs, outputs, constants=(), opset=17, domain=""):
-    ins = [helper.make_tensor_value_info(k, onnx.TensorProto.FLOAT, s) for k, s in inputs.items()]
-    outs = [helper.make_tensor_value_info(o, onnx.TensorProto.FLOAT, None) for o in outputs]
-    init = [numpy_helper.from_array(np.asarray(v), k) for k, v in dict(constants).items()]
-    graph = helper.make_graph(nodes, "small", ins, outs, init)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid(domain, opset)], ir_version=8)
-
-
 def read_as_onnxruntime(model, x, example=None, atol=0):
     """Return the graph of a model; its one result for x is that of ONNX Runtime."""
     graph = capture(model, (x if example is None else example,))
@@ -134,14 +127,14 @@ def test_an_operator_without_a_row_runs_in_float_on_onnx_runtime_and_is_written_
     draw = np.random.default_rng(0)
     shapes = {"w": (4, 3, 3, 3), "bend": (2, 4, 1, 1), "taps": (4, 4, 1, 1)}
     constants = {k: draw.standard_normal(shape).astype("f4") for k, shape in shapes.items()}
-    odd = helper.make_node("LRN", ["a"], ["b"], size=3, beta=0.6)  # whose power is no root
+    odd = onnx_node("b = LRN(a)", size=3, beta=0.6)  # whose power is no root
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
-        helper.make_node("Conv", ["a", "bend"], ["o"]),
+        onnx_node("a = Conv(x, w)", pads=[1, 1, 1, 1]),
+        "o = Conv(a, bend)",
         odd if kind == "LRN" else helper.make_node(kind, ["a", "taps", "o"], ["b"]),
-        helper.make_node("Relu", ["b"], ["y"]),
+        "y = Relu(b)",
     ]
-    model = small(nodes, {"x": ["n", 3, 12, 12]}, ["y"], constants, opset=opset)
+    model = onnx_of(*nodes, inputs={"x": ["n", 3, 12, 12]}, constants=constants, opset=opset)
     result = chipfit.quantize(model, batches(), progress=False)
     assert kind in [n.called for n in result.graph.nodes if n.op == "Opaque"]
     file = result.export(tmp_path / "net.onnx")
@@ -154,12 +147,9 @@ def test_an_operator_without_a_row_is_written_without_the_operands_that_it_lacks
     draw = np.random.default_rng(0)
     constants = {k: draw.standard_normal(s).astype("f4") for k, s in {"w": (1, 16, 6), "r": (1, 16, 4)}.items()}
     constants |= {"m": np.eye(6, dtype="f4"), "b": np.zeros((1, 32), "f4"), "h": np.zeros((1, 8, 4), "f4")}
-    steps = [
-        helper.make_node("MatMul", ["x", "m"], ["a"]),
-        helper.make_node("LSTM", ["a", "w", "r", "b", "", "h", "h"], ["y", "", "z"], hidden_size=4, input_forget=1),
-    ]
+    steps = ["a = MatMul(x, m)", onnx_node("y, -, z = LSTM(a, w, r, b, -, h, h)", hidden_size=4, input_forget=1)]
     data = [torch.randn(5, 8, 6) for _ in range(3)]
-    model = small(steps, {"x": [5, 8, 6]}, ["y"], constants)
+    model = onnx_of(*steps, inputs={"x": [5, 8, 6]}, constants=constants)
     result = chipfit.quantize(model, data, progress=False)
     file = result.export(tmp_path / "net.onnx")
     (lstm,) = [n for n in onnx.load(file).graph.node if n.op_type == "LSTM"]
@@ -173,14 +163,14 @@ def test_an_operator_without_a_row_is_written_without_the_operands_that_it_lacks
 def test_shape_arithmetic_is_folded_and_the_batch_stays_open(batch):
     """Shape, Gather, Unsqueeze, Concat: the target that exporters compute for x.view(len(x), -1)."""
     nodes = [
-        helper.make_node("Shape", ["x"], ["s"]),
-        helper.make_node("Gather", ["s", "zero"], ["n"]),
-        helper.make_node("Unsqueeze", ["n", "axes"], ["m"]),
-        helper.make_node("Concat", ["m", "rest"], ["t"], axis=0),
-        helper.make_node("Reshape", ["x", "t"], ["y"]),
+        "s = Shape(x)",
+        "n = Gather(s, zero)",
+        "m = Unsqueeze(n, axes)",
+        onnx_node("t = Concat(m, rest)", axis=0),
+        "y = Reshape(x, t)",
     ]
     constants = {"zero": np.int64(0), "axes": np.array([0]), "rest": np.array([-1])}
-    graph = capture(small(nodes, {"x": [batch, 3, 4]}, ["y"], constants), (torch.randn(2, 3, 4),))
+    graph = capture(onnx_of(*nodes, inputs={"x": [batch, 3, 4]}, constants=constants), (torch.randn(2, 3, 4),))
     assert [(n.op, n.attrs) for n in graph] == [("Reshape", {"shape": (-1, 12)})]
 
 
@@ -189,51 +179,50 @@ def test_shape_arithmetic_is_folded_and_the_batch_stays_open(batch):
 def test_the_sizes_of_an_image_may_be_computed_from_those_before(shape, ends, mode):
     """Shape, Slice, Concat, Resize, as PyTorch exports an interpolation; open sizes may be multiplied."""
     nodes = [
-        helper.make_node("Shape", ["x"], ["s"]),
-        helper.make_node("Slice", ["s", "zero", "two"], ["n"]),
-        helper.make_node("Concat", ["n", "ends"], ["t"], axis=0) if ends else helper.make_node("Mul", ["s", "by"], "t"),
-        helper.make_node("Resize", ["x", "", "", "t"], ["y"], mode=mode),
+        "s = Shape(x)",
+        "n = Slice(s, zero, two)",
+        onnx_node("t = Concat(n, ends)", axis=0) if ends else "t = Mul(s, by)",
+        onnx_node("y = Resize(x, -, -, t)", mode=mode),
     ]
     numbers = {"zero": [0], "two": [2], "ends": ends or [0], "by": [1, 1, 2, 3]}
     constants = {name: np.array(n) for name, n in numbers.items()}
     x = torch.randn(3, 2, 4, 6)
-    graph = read_as_onnxruntime(small(nodes, {"x": shape}, ["y"], constants), x[:2], x, 1e-5)
+    graph = read_as_onnxruntime(onnx_of(*nodes, inputs={"x": shape}, constants=constants), x[:2], x, 1e-5)
     assert [n.op for n in graph] == ["Resize"] and graph.shape(graph.inputs[0])[0] is None
 
 
 def test_the_largest_values_may_be_all_of_an_open_axis():
     """PyTorch's exporter sorts the lengths of sequences in this way."""
-    nodes = [helper.make_node("Shape", ["x"], ["k"]), helper.make_node("TopK", ["x", "k"], ["y", "at"])]
-    graph = capture(small(nodes, {"x": ["n"]}, ["y"], {}), (torch.randn(6),))
+    nodes = ["k = Shape(x)", "y, at = TopK(x, k)"]
+    graph = capture(onnx_of(*nodes, inputs={"x": ["n"]}, constants={}), (torch.randn(6),))
     assert run(graph, [torch.tensor([1.0, 3, 2])])[graph.outputs[0]].tolist() == [3, 2, 1]
 
 
 def test_indices_that_count_every_axis_of_a_mask_repeat_it():
     """Masks of transformers with an open batch are exported in this way."""
     nodes = [
-        helper.make_node("Shape", ["x"], ["sizes"]),
-        helper.make_node("Gather", ["sizes", "zero"], ["n"]),
-        helper.make_node("Range", ["zero", "n", "one"], ["places"]),
-        helper.make_node("Reshape", ["places", "upright"], ["rows"]),
-        helper.make_node("Unsqueeze", ["n", "first"], ["count"]),
-        helper.make_node("Concat", ["count", "rest"], ["target"], axis=0),
-        helper.make_node("Expand", ["rows", "target"], ["all_rows"]),
-        helper.make_node("Expand", ["columns", "target"], ["all_columns"]),
-        helper.make_node("Concat", ["all_rows", "all_columns"], ["index"], axis=-1),
-        helper.make_node("GatherND", ["x", "index"], ["y"]),
+        "sizes = Shape(x)",
+        "n = Gather(sizes, zero)",
+        "places = Range(zero, n, one)",
+        "rows = Reshape(places, upright)",
+        "count = Unsqueeze(n, first)",
+        onnx_node("target = Concat(count, rest)", axis=0),
+        "all_rows = Expand(rows, target)",
+        "all_columns = Expand(columns, target)",
+        onnx_node("index = Concat(all_rows, all_columns)", axis=-1),
+        "y = GatherND(x, index)",
     ]
     numbers = {"zero": 0, "one": 1, "first": [0], "upright": [-1, 1, 1, 1], "rest": [2, 3, 1]}
     constants = {name: np.array(n) for name, n in numbers.items()} | {"columns": np.arange(3).reshape(1, 1, 3, 1)}
-    graph = read_as_onnxruntime(small(nodes, {"x": ["n", 3]}, ["y"], constants), torch.randn(4, 3))
+    graph = read_as_onnxruntime(onnx_of(*nodes, inputs={"x": ["n", 3]}, constants=constants), torch.randn(4, 3))
     assert [n.op for n in graph] == ["Unsqueeze", "Expand"] and graph.shape(graph.outputs[0]) == (None, 2, 3)
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, -4])
 def test_a_part_that_is_replaced_is_between_what_is_before_and_behind_it(start):
     constants = {"at": np.stack(np.meshgrid([0], [start, start + 1], indexing="ij"), -1), "k": np.array([2])}
-    nodes = [helper.make_node("TopK", ["x", "k"], ["new", "places"], axis=1)]
-    nodes.append(helper.make_node("ScatterND", ["x", "at", "new"], ["y"]))
-    graph = read_as_onnxruntime(small(nodes, {"x": [1, 4, 3]}, ["y"], constants), torch.randn(1, 4, 3))
+    nodes = [onnx_node("new, places = TopK(x, k)", axis=1), "y = ScatterND(x, at, new)"]
+    graph = read_as_onnxruntime(onnx_of(*nodes, inputs={"x": [1, 4, 3]}, constants=constants), torch.randn(1, 4, 3))
     assert [n.op for n in graph.nodes if n.op not in ("TopK", "Slice")] == ["Concat"]
 
 
@@ -253,13 +242,13 @@ PUT = {
 def test_values_at_fixed_places_of_one_axis_are_joined_with_the_others(at, new, ops):
     kind, constants = ("ScatterND", {"at": at}) if at.ndim > 2 else ("ScatterElements", {"at": at})
     how = {"axis": 1} if kind == "ScatterElements" else {}
-    nodes = [helper.make_node("Relu", ["x"], ["data"]), helper.make_node(kind, ["data", "at", "new"], ["y"], **how)]
+    nodes = ["data = Relu(x)", onnx_node(f"y = {kind}(data, at, new)", **how)]
     if isinstance(new, str):
         constants |= {"start": np.array([0]), "end": np.array([at.shape[1]]), "axes": np.array([1])}
-        nodes.insert(0, helper.make_node("Slice", ["x", "start", "end", "axes"], ["new"]))
+        nodes.insert(0, "new = Slice(x, start, end, axes)")
     else:
         constants["new"] = new
-    graph = read_as_onnxruntime(small(nodes, {"x": [2, 6]}, ["y"], constants), torch.randn(2, 6))
+    graph = read_as_onnxruntime(onnx_of(*nodes, inputs={"x": [2, 6]}, constants=constants), torch.randn(2, 6))
     assert [n.op for n in graph.nodes if n.op not in ("Relu", "Slice")] == ops
 
 
@@ -267,22 +256,16 @@ def test_values_at_fixed_places_of_one_axis_are_joined_with_the_others(at, new, 
 def test_a_box_of_two_axes_is_replaced_along_one_after_the_other(rows):
     at = np.stack(np.meshgrid([0, 1], rows, [2, 3, 4], indexing="ij"), -1)
     constants = {"at": at, "start": np.array([0, 0]), "end": np.array([2, 3]), "axes": np.array([1, 2])}
-    nodes = [
-        helper.make_node("Slice", ["x", "start", "end", "axes"], ["new"]),
-        helper.make_node("ScatterND", ["x", "at", "new"], ["y"]),
-    ]
-    graph = read_as_onnxruntime(small(nodes, {"x": [2, 4, 5]}, ["y"], constants), torch.randn(2, 4, 5))
+    nodes = ["new = Slice(x, start, end, axes)", "y = ScatterND(x, at, new)"]
+    graph = read_as_onnxruntime(onnx_of(*nodes, inputs={"x": [2, 4, 5]}, constants=constants), torch.randn(2, 4, 5))
     assert {n.op for n in graph.nodes} <= {"Slice", "Concat", "Gather"}
 
 
 def test_a_file_whose_operators_have_fixed_the_batch_is_read_by_whole_batches():
     """Exporters leave the batch of a traced example in shapes, behind an input whose batch is open."""
     constants = {"shape": np.array([4, -1]), "w": np.ones((6, 2), "f4")}
-    nodes = [
-        helper.make_node("Reshape", ["x", "shape"], ["flat"]),
-        helper.make_node("MatMul", ["flat", "w"], ["y"]),
-    ]
-    model = small(nodes, {"x": ["n", 2, 3]}, ["y"], constants)
+    nodes = ["flat = Reshape(x, shape)", "y = MatMul(flat, w)"]
+    model = onnx_of(*nodes, inputs={"x": ["n", 2, 3]}, constants=constants)
     result = chipfit.quantize(model, [torch.randn(4, 2, 3) for _ in range(2)], progress=False)
     assert result.graph.shape(result.graph.inputs[0]) == (4, 2, 3)
     with pytest.raises(CaptureError, match="give batches of the size of its export"):
@@ -291,7 +274,7 @@ def test_a_file_whose_operators_have_fixed_the_batch_is_read_by_whole_batches():
 
 def test_a_file_that_fails_gives_the_reason_of_its_own_batch():
     nodes = [helper.make_node("Reshape", [x, n], [y]) for x, n, y in (("x", "two", "v"), ("v", "three", "y"))]
-    model = small(nodes, {"x": [1, 2]}, ["y"], {"two": np.array([2]), "three": np.array([3])})
+    model = onnx_of(*nodes, inputs={"x": [1, 2]}, constants={"two": np.array([2]), "three": np.array([3])})
     with pytest.raises(CaptureError, match="Where: y"):  # not that of 7 samples, which the first Reshape refuses
         capture(model, (torch.ones(1, 2),))
 
@@ -303,28 +286,23 @@ def test_an_operator_in_training_mode_is_named_with_the_way_out(kind):
     if kind == "Dropout":
         operands, constants, how = ["r", "t"], {"r": np.float32(0.5), "t": np.array(True)}, {}
     node = helper.make_node(kind, ["x", *operands], ["y"], name="here", **how)
-    graph = capture(small([node], {"x": ["n", 4, 3]}, ["y"], constants), (torch.randn(2, 4, 3),))
+    graph = capture(onnx_of(node, inputs={"x": ["n", 4, 3]}, constants=constants), (torch.randn(2, 4, 3),))
     assert any(f"'{kind}' of 'here' is in training mode" in n and "model.eval()" in n for n in graph.notes)
 
 
 def test_an_if_that_depends_on_data_chooses_between_the_results_of_both_branches(tmp_path):
     """A verifier runs where a wake word is likely, as in the models of openWakeWord."""
     draw = np.random.default_rng(0)
-    w, v = (numpy_helper.from_array(draw.normal(size=(6, 6)).astype("f4"), n) for n in ("w", "v"))
-    sizes = {"cond": [1, 1], "a": [1, 6], "b": [1, 6], "out": [1, 6]}
-    infos = {k: helper.make_tensor_value_info(k, onnx.TensorProto.FLOAT, s) for k, s in sizes.items()}
-    then = helper.make_graph([helper.make_node("MatMul", ["y", "v"], ["a"])], "then", [], [infos["a"]])
-    other = helper.make_graph([helper.make_node("Relu", ["y"], ["b"])], "else", [], [infos["b"]])
+    constants = {n: draw.normal(size=(6, 6)).astype("f4") for n in "wv"} | {"limit": np.array([2.0], "f4")}
+    then = onnx_of("a = MatMul(y, v)", inputs={}, outputs={"a": [1, 6]}).graph
+    other = onnx_of("b = Relu(y)", inputs={}, outputs={"b": [1, 6]}).graph
     nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["y"]),
-        helper.make_node("ReduceMax", ["y"], ["top"], axes=[1], keepdims=1),
-        helper.make_node("Greater", ["top", "limit"], ["cond"]),
-        helper.make_node("If", ["cond"], ["out"], then_branch=then, else_branch=other),
+        "y = MatMul(x, w)",
+        onnx_node("top = ReduceMax(y)", axes=[1], keepdims=1),
+        "cond = Greater(top, limit)",
+        onnx_node("out = If(cond)", then_branch=then, else_branch=other),
     ]
-    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1, 6])
-    limit = numpy_helper.from_array(np.array([2.0], "f4"), "limit")
-    graph = helper.make_graph(nodes, "g", [x], [infos["out"]], [w, v, limit])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    model = onnx_of(*nodes, inputs={"x": [1, 6]}, outputs={"out": [1, 6]}, constants=constants, opset=13)
     tests = [draw.normal(size=(1, 6)).astype("f4") for _ in range(16)]
     session = onnxruntime.InferenceSession(model.SerializeToString())
     want = [session.run(None, {"x": t})[0] for t in tests]
@@ -338,24 +316,24 @@ def test_an_if_that_depends_on_data_chooses_between_the_results_of_both_branches
 
 
 def test_a_batch_that_the_file_fixes_is_opened_where_samples_are_independent():
-    nodes = [helper.make_node("Reshape", ["x", "t"], ["f"]), helper.make_node("Gemm", ["f", "w"], ["y"])]
+    nodes = ["f = Reshape(x, t)", "y = Gemm(f, w)"]
     constants = {"t": np.array([1, -1]), "w": np.ones((12, 2), "f4")}
-    graph = capture(small(nodes, {"x": [1, 3, 4]}, ["y"], constants), (torch.randn(4, 3, 4),))
+    graph = capture(onnx_of(*nodes, inputs={"x": [1, 3, 4]}, constants=constants), (torch.randn(4, 3, 4),))
     assert graph.shape(graph.outputs[0]) == (None, 2) and not graph.notes
 
 
 def test_a_batch_that_the_file_mixes_stays_fixed():
-    nodes = [helper.make_node("ReduceMean", ["x"], ["m"], axes=[0]), helper.make_node("Sub", ["x", "m"], ["y"])]
-    graph = capture(small(nodes, {"x": [2, 3]}, ["y"]), (torch.randn(2, 3),))
+    nodes = [onnx_node("m = ReduceMean(x)", axes=[0]), "y = Sub(x, m)"]
+    graph = capture(onnx_of(*nodes, inputs={"x": [2, 3]}), (torch.randn(2, 3),))
     assert graph.shape(graph.inputs[0]) == (2, 3) and "fixed" in graph.notes[0]
 
 
 def test_a_batch_that_is_open_but_computed_for_one_sample_alone_is_one(tmp_path):
     """A view of the sizes that an exporter has seen stays behind an axis that it declares open."""
-    nodes = [helper.make_node("Reshape", ["x", "t"], ["f"]), helper.make_node("Gemm", ["f", "w"], ["y"])]
+    nodes = ["f = Reshape(x, t)", "y = Gemm(f, w)"]
     constants = {"t": np.array([1, 12]), "w": np.eye(12, 5, dtype="f4")}
     data = list(torch.randn(2, 4, 3, 4, generator=torch.Generator().manual_seed(0)))
-    result = chipfit.quantize(small(nodes, {"x": ["n", 3, 4]}, ["y"], constants), data, progress=False)
+    result = chipfit.quantize(onnx_of(*nodes, inputs={"x": ["n", 3, 4]}, constants=constants), data, progress=False)
     assert result.graph.shape(result.graph.inputs[0]) == (1, 3, 4)
     found = result.verify(data, batches=8)
     assert found.exact and found.samples == 8
@@ -364,19 +342,17 @@ def test_a_batch_that_is_open_but_computed_for_one_sample_alone_is_one(tmp_path)
 def test_larger_batches_are_data_for_a_file_that_computes_one_sample_at_a_time(tmp_path):
     """Its channels are shuffled with the batch merged into them, as in exports of ShuffleNet."""
     draw = np.random.default_rng(0)
-    w, back = (numpy_helper.from_array(draw.normal(size=(8, 8, 1, 1)).astype("f4"), n) for n in ("w", "back"))
-    numbers = {"halves": [2, 4, 36], "whole": [1, 8, 6, 6]}
-    shapes = [numpy_helper.from_array(np.array(v), k) for k, v in numbers.items()]
+    constants = {n: draw.normal(size=(8, 8, 1, 1)).astype("f4") for n in ("w", "back")}
+    constants |= {"halves": [2, 4, 36], "whole": [1, 8, 6, 6]}
     nodes = [
-        helper.make_node("Conv", ["x", "w"], ["y"]),
-        helper.make_node("Reshape", ["y", "halves"], ["apart"]),
-        helper.make_node("Transpose", ["apart"], ["turned"], perm=[1, 0, 2]),
-        helper.make_node("Reshape", ["turned", "whole"], ["mixed"]),
-        helper.make_node("Conv", ["mixed", "back"], ["out"]),
+        "y = Conv(x, w)",
+        "apart = Reshape(y, halves)",
+        onnx_node("turned = Transpose(apart)", perm=[1, 0, 2]),
+        "mixed = Reshape(turned, whole)",
+        "out = Conv(mixed, back)",
     ]
-    infos = [helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, 8, 6, 6]) for n in ("x", "out")]
-    graph = helper.make_graph(nodes, "g", infos[:1], infos[1:], [w, back, *shapes])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    size = [1, 8, 6, 6]
+    model = onnx_of(*nodes, inputs={"x": size}, outputs={"out": size}, constants=constants, opset=13)
     data = [torch.randn(6, 8, 6, 6, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     results = [
         chipfit.quantize(model, batches, platform="ort_cpu", progress=False)
@@ -391,32 +367,20 @@ def test_larger_batches_are_data_for_a_file_that_computes_one_sample_at_a_time(t
 
 def test_a_layer_norm_in_nine_nodes_is_one():
     draw = np.random.default_rng(0)
-    steps = [
-        ("ReduceMean", ["x"], "m"),
-        ("Sub", ["x", "m"], "c"),
-        ("Pow", ["c", "two"], "q"),
-        ("ReduceMean", ["q"], "v"),
-        ("Add", ["v", "eps"], "s"),
-        ("Sqrt", ["s"], "r"),
-        ("Div", ["c", "r"], "n"),
-        ("Mul", ["n", "w"], "p"),
-        ("Add", ["p", "b"], "y"),
-    ]
-    nodes = [helper.make_node(k, i, [o], **({"axes": [-1]} if k == "ReduceMean" else {})) for k, i, o in steps]
+    nodes = [onnx_node("m = ReduceMean(x)", axes=[-1]), "c = Sub(x, m)", "q = Pow(c, two)"]
+    nodes += [onnx_node("v = ReduceMean(q)", axes=[-1]), "s = Add(v, eps)", "r = Sqrt(s)", "n = Div(c, r)"]
+    nodes += ["p = Mul(n, w)", "y = Add(p, b)"]
     constants = {"two": np.float32(2), "eps": np.float32(1e-5)}
     constants |= {k: draw.standard_normal(6).astype("f4") for k in "wb"}
-    graph = capture(small(nodes, {"x": ["n", 5, 6]}, ["y"], constants), (torch.randn(2, 5, 6),))
+    graph = capture(onnx_of(*nodes, inputs={"x": ["n", 5, 6]}, constants=constants), (torch.randn(2, 5, 6),))
     assert [(n.op, n.inputs, n.attrs["eps"]) for n in graph] == [("LayerNorm", ("x", "w", "b"), pytest.approx(1e-5))]
 
 
 def test_a_vector_that_layers_of_several_kinds_share_is_one_for_each():
     """Exporters store equal tensors once, here the zero biases of a linear layer and a norm."""
-    nodes = [
-        helper.make_node("Gemm", ["x", "w", "zero"], ["a"], transB=1),
-        helper.make_node("LayerNormalization", ["a", "one", "zero"], ["y"]),
-    ]
+    nodes = [onnx_node("a = Gemm(x, w, zero)", transB=1), "y = LayerNormalization(a, one, zero)"]
     constants = {"w": np.eye(6, dtype="f4"), "zero": np.zeros(6, "f4"), "one": np.ones(6, "f4")}
-    graph = capture(small(nodes, {"x": ["n", 6]}, ["y"], constants), (torch.randn(2, 6),))
+    graph = capture(onnx_of(*nodes, inputs={"x": ["n", 6]}, constants=constants), (torch.randn(2, 6),))
     assert [n.inputs[2] for n in graph] == ["zero", "zero_1"]
 
 
@@ -428,8 +392,8 @@ def refused(model, message, path=None):
         load_model(model)
 
 
-def relu(**more):
-    return small([helper.make_node("Relu", ["x"], ["y"], **more)], {"x": ["n", 3]}, ["y"])
+def relu(domain=""):
+    return onnx_of(f"y = {domain}::Relu(x)", inputs={"x": ["n", 3]})
 
 
 def test_a_damaged_file_is_read_or_refused_by_a_typed_error(tmp_path):
@@ -446,8 +410,8 @@ def test_a_damaged_file_is_read_or_refused_by_a_typed_error(tmp_path):
 
 
 def test_unknown_domains_opsets_and_cycles_are_refused():
-    refused(relu(domain="org.example"), "unknown domain.*org.example.Relu")
-    trees = relu(domain="ai.onnx.ml")
+    refused(relu("org.example"), "unknown domain.*org.example.Relu")
+    trees = relu("ai.onnx.ml")
     trees.graph.output[0].type.Clear()
     trees.graph.output[0].type.sequence_type.elem_type.map_type.key_type = 7  # labels of classes, as tools for trees do
     trees.graph.output[0].type.sequence_type.elem_type.map_type.value_type.tensor_type.elem_type = 1
@@ -458,8 +422,7 @@ def test_unknown_domains_opsets_and_cycles_are_refused():
     del model.opset_import[:]
     model.ir_version = 1
     refused(model, "older than opsets.*IR version 1")
-    cycle = [helper.make_node("Relu", ["b"], ["a"]), helper.make_node("Relu", ["a"], ["b"])]
-    refused(small(cycle, {"x": ["n", 3]}, ["a"]), "cannot be read")
+    refused(onnx_of("a = Relu(b)", "b = Relu(a)", inputs={"x": ["n", 3]}, outputs=["a"]), "cannot be read")
     refused(b"", "not an ONNX model")
 
 
@@ -472,7 +435,7 @@ def test_functions_that_call_functions_are_counted_before_they_are_inlined():
         return onnx.helper.make_function("own", f"F{k}", ["a"], ["b"], nodes, ways)
 
     value = onnx.helper.make_tensor_value_info
-    call = [onnx.helper.make_node("F39", ["x"], ["y"], domain="own")]
+    call = [onnx_node("y = own::F39(x)")]
     graph = onnx.helper.make_graph(call, "g", [value("x", 1, ["n", 4])], [value("y", 1, None)])
     proto = onnx.helper.make_model(graph, opset_imports=ways, functions=[body(k) for k in range(40)], ir_version=9)
     with pytest.raises(CaptureError, match=r"too large a graph\. Got: 1,099,511,627,776 nodes"):
@@ -480,17 +443,15 @@ def test_functions_that_call_functions_are_counted_before_they_are_inlined():
 
 
 def test_a_size_that_no_memory_holds_is_refused_by_a_typed_error():
-    value = onnx.helper.make_tensor_value_info
-    nodes = [onnx.helper.make_node("Resize", ["x", "", "by"], ["y"], mode="nearest")]
-    by = onnx.helper.make_tensor("by", 1, [4], [1.0, 1.0, 1e15, 1e15])
-    graph = onnx.helper.make_graph(nodes, "g", [value("x", 1, ["n", 1, 3, 3])], [value("y", 1, None)], [by])
-    proto = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    by = np.array([1.0, 1.0, 1e15, 1e15], "f4")
+    resize = onnx_node("y = Resize(x, -, by)", mode="nearest")
+    proto = onnx_of(resize, inputs={"x": ["n", 1, 3, 3]}, constants={"by": by})
     with pytest.raises(CaptureError, match="Resize"):
         capture(load_model(proto), (torch.randn(2, 1, 3, 3),))
 
 
 def test_bytes_that_do_not_match_the_shape_are_refused():
-    model = small([helper.make_node("Add", ["x", "w"], ["y"])], {"x": ["n", 3]}, ["y"], {"w": np.ones(3, "f4")})
+    model = onnx_of("y = Add(x, w)", inputs={"x": ["n", 3]}, constants={"w": np.ones(3, "f4")})
     model.graph.initializer[0].dims[0] = 400
     refused(model, "'w' does not fit its shape.*12 bytes")
 
@@ -503,7 +464,7 @@ def test_an_example_of_another_shape_is_refused_with_the_declared_one(exported):
 def test_the_target_of_an_opaque_node_is_json_of_one_operator(exported):
     from chipfit.frameworks.onnx.runtime import OnnxFunction
 
-    node = onnx_ir.from_proto(helper.make_node("LRN", ["x"], ["y"], size=3))
+    node = onnx_ir.from_proto(onnx_node("y = LRN(x)", size=3))
     target = OnnxFunction.target(node, 13, 1)
     assert json.loads(target.removeprefix("onnx:"))[:3] == ["", "LRN", 13]
     with pytest.raises(chipfit.errors.GraphError, match="unknown to ONNX"):
@@ -521,10 +482,8 @@ def test_equal_weights_that_the_exporter_stores_once_keep_the_names_of_both_laye
 @pytest.mark.parametrize("shape, ops", [((1, 4), ["Linear"]), ((4,), ["Linear"]), ((2, 4), ["Linear", "Add"])])
 def test_a_sum_with_one_row_of_constants_is_the_bias_of_a_linear_layer(shape, ops):
     """Converters of scikit-learn write biases of shape [1, outputs]."""
-    weights = [numpy_helper.from_array(np.ones((3, 4), "f4"), "w"), numpy_helper.from_array(np.ones(shape, "f4"), "b")]
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Add", ["a", "b"], ["y"])]
-    infos = [helper.make_tensor_value_info(n, 1, s) for n, s in (("x", (2, 3)), ("y", (2, 4)))]
-    model = helper.make_model(helper.make_graph(nodes, "g", infos[:1], infos[1:], weights))
+    constants = {"w": np.ones((3, 4), "f4"), "b": np.ones(shape, "f4")}
+    model = onnx_of("a = MatMul(x, w)", "y = Add(a, b)", inputs={"x": (2, 3)}, constants=constants)
     assert [n.op for n in capture(load_model(model), (torch.rand(2, 3),)).nodes] == ops
 
 
@@ -569,16 +528,9 @@ def test_the_name_of_a_node_that_was_joined_or_folded_keeps_the_whole_operator_i
 
 def test_an_end_of_a_clip_that_is_infinite_is_none(tmp_path):
     """As exporters write clip(x, min=max(x) - 80): the upper end is a constant, the lower one is computed."""
-    nodes = [
-        onnx.helper.make_node("ReduceMax", ["x"], ["top"], keepdims=0),
-        onnx.helper.make_node("Sub", ["top", "eighty"], ["low"]),
-        onnx.helper.make_node("Clip", ["x", "low", "high"], ["y"]),
-    ]
-    constants = [numpy_helper.from_array(np.array(v, np.float32), n) for n, v in (("eighty", 80), ("high", np.inf))]
-    of = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, [1, 4, 6]) for n in "xy"]
-    graph = onnx.helper.make_graph(nodes, "g", of[:1], of[1:], constants)
-    path = tmp_path / "m.onnx"
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
+    nodes = [onnx_node("top = ReduceMax(x)", keepdims=0), "low = Sub(top, eighty)", "y = Clip(x, low, high)"]
+    constants, path = {"eighty": np.float32(80), "high": np.float32(np.inf)}, tmp_path / "m.onnx"
+    onnx.save(onnx_of(*nodes, inputs={"x": [1, 4, 6]}, outputs={"y": [1, 4, 6]}, constants=constants), path)
     data = [torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(k)) * 60 for k in range(3)]
     read = capture(load_model(path), [data[0]])
     assert "Min" not in {n.op for n in read.nodes}
