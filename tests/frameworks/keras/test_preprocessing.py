@@ -99,14 +99,22 @@ def test_an_onnx_file_has_these_layers_too(name):
 
 
 @pytest.mark.parametrize(
-    "layer, name",
+    "layer",
     [
-        (lambda: layers.Resizing(6, 6, antialias=True, name="smaller"), "Resizing 'smaller'"),
-        (lambda: layers.Resizing(16, 16, interpolation="bicubic", name="larger"), "Resizing 'larger'"),
+        lambda: layers.Resizing(6, 7, antialias=True),
+        lambda: layers.Resizing(16, 9, interpolation="bicubic"),
+        lambda: layers.UpSampling2D((2, 1), interpolation="bicubic"),
     ],
 )
-def test_a_layer_without_a_form_in_the_file_is_refused_by_its_class_and_name(layer, name, tmp_path):
-    result, _, _ = quantized(lambda x: conv(layer()(x)), IMAGE, "tflite_int8")
-    with pytest.raises(UnsupportedError, match=name) as refusal:
+def test_other_interpolations_are_products_with_matrices(layer, tmp_path):
+    result, model, data = quantized(lambda x: conv(layer()(x)), IMAGE, "tflite_int8")
+    check(result, model, data, 24)
+    assert "FULLY_CONNECTED" in kinds(result.export(tmp_path / "model.tflite", io="int8", batch=1))
+
+
+def test_a_layer_without_a_form_in_the_file_is_refused_by_its_class_and_name(tmp_path):
+    layer = layers.Resizing(6, 6, antialias=True, crop_to_aspect_ratio=True, name="smaller")
+    result, _, _ = quantized(lambda x: conv(layer(x)), IMAGE, "tflite_int8")
+    with pytest.raises(UnsupportedError, match="Resizing 'smaller'") as refusal:
         result.export(tmp_path / "model.tflite")
     assert "{" not in str(refusal.value)

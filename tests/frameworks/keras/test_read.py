@@ -296,7 +296,7 @@ def test_images_are_resized_by_pixel_centres():
 
     assert modes(8, 6, interpolation="nearest") == ["nearest"]  # whole factors: no difference
     assert modes(8, 9, interpolation="nearest") == modes(3, 5, interpolation="nearest") == ["nearest_exact"]
-    assert modes(7, 5, interpolation="bilinear") == ["linear"] and not modes(8, 12, interpolation="bicubic")
+    assert modes(7, 5, interpolation="bilinear") == ["linear"]
 
 
 @pytest.mark.parametrize("padding", ["valid", "same"])

@@ -327,6 +327,26 @@ def _median(o: Any, x: Any) -> Any:
     return ops.moveaxis(middle, -1, axis) if o.keepdims else ops.squeeze(middle, -1)
 
 
+def _resized(o: Any, x: Any) -> Any:
+    """x times the matrix of the interpolation along each axis of space, which Keras computes from unit images"""
+    require(not (getattr(o, "crop_to_aspect_ratio", False) or getattr(o, "pad_to_aspect_ratio", False)))
+    require(o.data_format in (None, "channels_last") and len(x.shape) == 4 and None not in x.shape[1:])
+    if hasattr(o, "height"):
+        sizes = o.height, o.width
+    else:
+        sizes = o.size if type(o).__name__ == "Resize" else [n * by for n, by in zip(x.shape[1:3], o.size, strict=True)]
+    how = {
+        "interpolation": o.interpolation,
+        "antialias": getattr(o, "antialias", False),
+        "data_format": "channels_last",
+    }
+    for axis, size in enumerate(map(int, sizes), 1):
+        units = np.eye(x.shape[axis], dtype="float32")[None, :, None]
+        matrix = ops.convert_to_numpy(ops.image.resize(units, (size, 1), **how))[0, :, 0]
+        x = ops.swapaxes(ops.matmul(ops.swapaxes(x, axis, 3), matrix.T), axis, 3)
+    return x
+
+
 #: steps of a recurrent layer that are written out
 _MOST_STEPS = 256
 
@@ -378,6 +398,7 @@ FORMULAS: Mapping[str, Formula] = {
     "Diagonal": _diagonal,
     "Trace": lambda o, x: ops.sum(_diagonal(o, x), -1),
     "CropImages": _cropped,
+    **dict.fromkeys(("Resize", "Resizing", "UpSampling2D"), _resized),
     "RGBToGrayscale": _gray,
     "BatchNorm": _normalized,
     "SeparableConv": lambda o, x, depthwise, pointwise: ops.conv(
