@@ -107,3 +107,12 @@ def test_sizes_that_the_tracer_reads_belong_to_no_layer():
     graph = capture(model_of(diagonal, f=nn.Linear(3, 6)), (X,))
     sizes = [n for n in graph.nodes if n.op == "Size"]
     assert sizes and all(n.layer == "" and n.display_name == n.name for n in sizes)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_wrapper_that_trains_on_several_devices_is_read_as_the_module_inside():
+    inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()).eval()
+    for wrapper in (nn.parallel.DistributedDataParallel(inner).eval(), nn.DataParallel(inner)):
+        graph = capture(wrapper, (torch.randn(3, 4),))
+        assert [n.layer for n in graph.nodes] == ["module.0", "module.1", "module.2"]
+        assert torch.equal(graph.weights["module.0.weight"], inner[0].weight)

@@ -305,6 +305,15 @@ def test_what_cannot_be_recorded_is_exported():
     assert torch.equal(run(part, [x])[part.outputs[0]], x * 2)
 
 
+def test_parts_that_are_named_for_a_profiler_are_read():
+    def forward(m, x):
+        with torch.profiler.record_function("block"):
+            return m.dense(x).relu()
+
+    graph = watched(Function(forward).eval(), torch.randn(2, 4))
+    assert [n.op for n in graph.nodes] == ["Linear", "Relu"]
+
+
 def test_the_length_of_a_batch_leaves_it_open():
     graph = capture(Function(lambda m, x: x.view(len(x), 2, 2)).eval(), (torch.randn(2, 4),))
     assert graph.values[graph.outputs[0]].shape == (None, 2, 2)

@@ -320,7 +320,8 @@ def _eval_copy(model: torch.nn.Module, cast: bool = True) -> tuple[torch.nn.Modu
 
     A float32 model, or one that is not cast, shares its parameters with the copy, because nothing writes to them;
     buffers are copied. A model of other float types is copied whole. A tensor with gradient history that a module
-    keeps, such as `weight_norm` before torch 2, cannot be deep-copied; it is cloned without history.
+    keeps, such as `weight_norm` before torch 2, cannot be deep-copied; it is cloned without history. A wrapper that
+    trains a module on several devices calls it, without the work of training.
 
     Raises:
         CaptureError: A weight is beyond float32.
@@ -330,9 +331,14 @@ def _eval_copy(model: torch.nn.Module, cast: bool = True) -> tuple[torch.nn.Modu
     )
     memo: dict[int, Any] = {id(v): v.detach().clone() for v in with_history}
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}
-    if not floats or not cast:
-        return copy.deepcopy(model, memo | {id(p): p for p in model.parameters()}).eval(), set()
-    copied = copy.deepcopy(model, memo).eval().float()
+    floats = floats if cast else set()
+    copied = copy.deepcopy(model, memo if floats else memo | {id(p): p for p in model.parameters()}).eval()
+    for m in copied.modules():
+        if isinstance(m, torch.nn.parallel.DistributedDataParallel):
+            m.forward = m.module.__call__  # type: ignore[method-assign]
+    if not floats:
+        return copied, set()
+    copied = copied.float()
     for (name, old), new in zip(model.state_dict().items(), copied.state_dict().values(), strict=True):
         if bool((old.isfinite() & ~new.isfinite()).any()):
             got = float(old.abs().max())
