@@ -1,5 +1,6 @@
 """Plots are matplotlib figures: their bars and points are the numbers of the object that draws them."""
 
+import math
 import sys
 from dataclasses import replace
 
@@ -114,3 +115,11 @@ def test_a_report_that_was_saved_is_read_printed_and_drawn_again(result, tmp_pat
 
 def test_a_sensitivity_without_tensors_is_an_empty_figure():
     assert lengths(Sensitivity({}, {}, {}).plot()) == {}
+
+
+def test_losses_beyond_float_are_shown_without_a_share():
+    found = Sensitivity(
+        {"a": {8: math.nan}, "b": {8: 2.0}, "c": {8: math.inf}}, dict.fromkeys("abc", 8), dict.fromkeys("abc", "")
+    )
+    assert {r["tensor"]: r["share"] for r in found.rows()} == {"a": 0.0, "b": 1.0, "c": 1.0}
+    assert "nan" in str(found) and found.plot()

@@ -112,6 +112,11 @@ def repeatable(target: str) -> bool:
     return torch.Tag.nondeterministic_seeded not in getattr(found, "tags", ())
 
 
+def draws(target: str) -> bool:
+    """Return whether a call of ATen draws other numbers each time."""
+    return ":" not in target and not repeatable(target)
+
+
 def target_name(target: Any) -> str:
     """Return the name of a callable, the inverse of `resolve_target`.
 

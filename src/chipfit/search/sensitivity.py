@@ -1,5 +1,6 @@
 """Sensitivity: the loss that each tensor adds, as it is stored and at other bits, and advice on the worst ones."""
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,14 +43,14 @@ class Sensitivity(SummaryRepr):
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row a tensor: layer, bits, loss, loss as a share of the greatest, and losses at other bits."""
-        most = max((v for _, v in self.ranked()), default=0.0)
+        most = max((v for _, v in self.ranked() if math.isfinite(v)), default=0.0)
         return [
             {
                 "tensor": t,
                 "layer": self.layers[t] or t,
                 "bits": self.bits[t],
                 "loss": v,
-                "share": v / most if most else 0.0,
+                "share": min(v / most, 1.0) if most and not math.isnan(v) else 0.0,
                 "others": {b: x for b, x in sorted(self.losses[t].items()) if b != self.bits[t]},
             }
             for t, v in self.ranked()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from chipfit.calibration.data import count_samples, count_splittable, fixed_batch_of, iterate, split_label
 from chipfit.calibration.sample_fingerprints import SampleHashes
+from chipfit.engine.opaque import draws
 from chipfit.engine.run import run
 from chipfit.engine.torch_defaults import torch_defaults
 from chipfit.errors import DataError, RuntimeUnavailable, first_line, raise_bug
@@ -23,7 +24,7 @@ from chipfit.export.io_spec import output_names
 from chipfit.files import path_of
 from chipfit.frameworks.quantized import original_of
 from chipfit.graph.edit import live_values
-from chipfit.graph.ir import CPU, DYNAMIC, Graph
+from chipfit.graph.ir import CPU, DYNAMIC, OPAQUE, Graph
 from chipfit.graph.joins import Joins
 from chipfit.graph.placement import device_of, inputs_on
 from chipfit.plan.record import Plan
@@ -121,6 +122,9 @@ def verify(
     if out.samples == 0:
         raise DataError("There are no data to verify on", hint="give at least one batch")
     out.warnings += _on_known_samples(out)
+    drawn = ", ".join(repr(n.display_name) for n in graph.nodes if n.op == OPAQUE and draws(n.attrs["target"]))
+    if drawn:
+        out.warnings.append(f"what {drawn} draws differs in every run, and so does what follows: give it as an input")
     return out
 
 

@@ -56,9 +56,13 @@ def test_a_model_that_computes_something_else_while_it_is_captured_is_noted(name
     )[0]  # fmt: skip
 
 
-def test_a_model_whose_results_are_random_is_noted_as_that():
-    model = model_of(lambda m, x: m.dense(x) + torch.rand_like(x[:, :4]), dense=nn.Linear(8, 4))
-    assert warned(quantized(model, torch.randn(8, 8)))[0].endswith("other numbers in every call")
+def test_a_model_whose_results_are_random_is_noted_with_what_draws_them():
+    result = quantized(
+        model_of(lambda m, x: m.fc(x) + 0.1 * torch.randn_like(x), fc=nn.Linear(4, 4)), torch.randn(8, 4)
+    )
+    (note,) = warned(result)
+    assert note.endswith("it returns other numbers in every call: 'randn_like' draws them")
+    assert "what 'randn_like' draws differs in every run" in result.verify([torch.randn(4, 4)]).summary()
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -8,13 +8,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chipfit.engine.memory import memory_errors
+from chipfit.engine.opaque import draws
 from chipfit.engine.run import first_deviation
 from chipfit.engine.trees import batch_axes, flatten_inputs
 from chipfit.engine.types import describe_value, dtype_of
 from chipfit.errors import MemoryExceeded, RefusedCall, raise_bug, short_message
 from chipfit.frameworks.torch.packed import padded_sequences
 from chipfit.frameworks.torch.program import SHORT, register_dataclasses, users_line, without_short_types
-from chipfit.graph.ir import Graph
+from chipfit.graph.ir import OPAQUE, Graph
 
 #: samples on which graph and model are compared
 _SAMPLES = 2
@@ -153,7 +154,8 @@ def _cause(graph: Graph, model: torch.nn.Module, call: Any, want: Any) -> str:
     again = run_example(model, *call)
     pairs = zip(pytree.tree_leaves(want), pytree.tree_leaves(again), strict=True)
     if not all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor)):
-        return "; it returns other numbers in every call"
+        drawn = ", ".join(repr(n.display_name) for n in graph.nodes if n.op == OPAQUE and draws(n.attrs["target"]))
+        return f"; it returns other numbers in every call{f': {drawn} draws them' if drawn else ''}"
     enabled = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
