@@ -344,3 +344,15 @@ def test_inputs_without_a_batch_axis_need_no_number_of_samples_in_common(two):
     assert [len(x) for x in flat] == [4, 2]
     with pytest.raises(SizeMismatch, match=r"Input 'b' has the wrong shape. Got: \[3, 5\]. Allowed: \[2, 5\]"):
         split_label((torch.ones(4, 3), torch.ones(3, 5)), graph)
+
+
+def test_a_dataset_that_says_that_it_never_ends_is_refused():
+    class Repeated:  # a tf.data.Dataset after `repeat()`
+        def cardinality(self):
+            return torch.tensor(-1)
+
+        def __iter__(self):
+            yield from iter(lambda: torch.zeros(2, 4), None)
+
+    with pytest.raises(DataError, match=r"never end.*Repeated.*take"):
+        iterate(Repeated())

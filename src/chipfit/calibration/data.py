@@ -24,6 +24,8 @@ Batch = Sequence[torch.Tensor]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 #: samples of a batch if the data are one big array
 ARRAY_BATCH = 16
+#: cardinality of a tf.data.Dataset without an end
+_INFINITE = -1
 _SIZES = "sizes stay dynamic if calibration batches (in a list, to be read again) or `example=` differ in them"
 
 
@@ -58,6 +60,8 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     """
     if callable(data) and not isinstance(data, (Iterable, torch.nn.Module)):
         data = _call_without_arguments(data)
+    if callable(getattr(data, "cardinality", None)) and int(data.cardinality()) == _INFINITE:
+        raise DataError("The data never end", got=type(data).__name__, hint="end them: dataset.take(number of batches)")
     if isinstance(data, (np.ndarray, torch.Tensor, Mapping)):
         data = as_tensors(data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Iterable):
