@@ -331,10 +331,9 @@ def _resized(o: Any, x: Any) -> Any:
     """x times the matrix of the interpolation along each axis of space, which Keras computes from unit images"""
     require(not (getattr(o, "crop_to_aspect_ratio", False) or getattr(o, "pad_to_aspect_ratio", False)))
     require(o.data_format in (None, "channels_last") and len(x.shape) == 4 and None not in x.shape[1:])
-    if hasattr(o, "height"):
-        sizes = o.height, o.width
-    else:
-        sizes = o.size if type(o).__name__ == "Resize" else [n * by for n, by in zip(x.shape[1:3], o.size, strict=True)]
+    sizes = [o.height, o.width] if hasattr(o, "height") else list(o.size)
+    if type(o).__name__ == "UpSampling2D":
+        sizes = [n * by for n, by in zip(x.shape[1:3], sizes, strict=True)]
     how = {
         "interpolation": o.interpolation,
         "antialias": getattr(o, "antialias", False),
