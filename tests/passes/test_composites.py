@@ -118,6 +118,15 @@ def test_an_elu_is_one_kernel_of_litert_and_its_parts_on_an_npu_that_lacks_it(pl
     assert in_float(result) == [] and ("Elu" in ops) == whole and ("Exp" in ops) != whole
 
 
+def test_a_roll_joins_two_slices_where_no_kernel_gathers():
+    layers = {"a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(4, 4, 3, padding=1)}
+    net = model_of(lambda m, x: m.b(torch.roll(m.a(x), (1, -2), (2, 3))), **layers)
+    result = quantized(net, torch.randn(8, 3, 6, 8))
+    runs = [n.exec for n in result.plan.nodes.values() if n.op in ("Slice", "Concat")]
+    assert runs == ["follow", "follow", "int"] * 2
+    assert result.verify([torch.randn(4, 3, 6, 8)]).exact
+
+
 @pytest.mark.parametrize("pattern", ["act", "Swish", "SiLU", "silu"])
 def test_an_override_of_the_layer_or_the_operator_keeps_the_whole_in_float(pattern):
     result = build(overrides={pattern: "float"})

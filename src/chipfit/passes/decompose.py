@@ -377,11 +377,20 @@ def _by_heads(new: NewNodes, x: str, y: str, gives: Shape) -> str:
 
 
 def _roll(new: NewNodes, n: Node) -> str:
+    """Gather the elements in their new order; where there is no kernel for that, join two slices."""
     x = n.data
     for shift, axis in zip(n.attrs["shifts"], n.attrs["axes"], strict=True):
-        size = new.size(x, axis)
-        index = new.constant(torch.arange(size, dtype=torch.int32).sub(shift).remainder(size))
-        x = new("Gather", x, index, gives=new.shape(x), axis=axis)
+        size, shape = new.size(x, axis), new.shape(x)
+        if "Gather" in new.holds or "Slice" not in new.holds:
+            index = new.constant(torch.arange(size, dtype=torch.int32).sub(shift).remainder(size))
+            x = new("Gather", x, index, gives=shape, axis=axis)
+        elif cut := -shift % size:
+            ends = [
+                new("Slice", x, gives=(*shape[:axis], to - at, *shape[axis + 1 :]), axis=axis, start=at, end=to, step=1)
+                for at, to in ((cut, size), (0, cut))
+            ]
+            x = new("Concat", *ends, gives=shape, axis=axis)
+    new.require(x != n.data, "it moves no element")
     return x
 
 
