@@ -66,6 +66,8 @@ def test_class_scores_lose_divergence_and_other_outputs_energy():
     assert loss(whole, part, x3) == pytest.approx(0.25) and loss(whole, whole, x3) == 0
     single = torch.tensor([[2.0], [-4.0]])  # one score is no class
     assert loss(*(captured(matrix([w]), single) for w in (1.0, 0.5)), single) == pytest.approx(0.25)
+    pixels = 100 * x  # whose softmax has one class
+    assert loss(captured(identity, pixels), captured(half, pixels), pixels, pixels) == pytest.approx(0.25)
 
 
 def test_losses_of_batches_are_one_mean_and_those_of_outputs_a_sum():

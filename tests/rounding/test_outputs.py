@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from chipfit.engine.parts import Gain, part_gains
 from chipfit.engine.run import run
 from chipfit.graph.joins import Joins
-from chipfit.rounding.outputs import OutputErrors, parts_of
+from chipfit.rounding.outputs import OutputErrors, is_scores, parts_of
 from tests.build import graph_of, node, randn
 
 
@@ -23,8 +24,25 @@ def test_a_small_output_beside_a_large_one_counts_as_much():
 def test_class_scores_lose_nats_and_batches_add_up():
     errors, even = OutputErrors(), torch.zeros(1, 2)
     for _ in range(2):
-        errors.add({"y": even}, {"y": torch.tensor([[math.log(3.0), 0.0]])})  # 1/2, 1/2 became 3/4, 1/4
+        errors.add({"y": even}, {"y": torch.tensor([[math.log(3.0), 0.0]])}, {"y"})  # 1/2, 1/2 became 3/4, 1/4
     assert errors.loss == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2))
+
+
+@pytest.mark.parametrize(
+    ("y", "scores"),
+    [
+        (3 * randn(8, 10), True),
+        (20 * randn(8, 2).sign() * torch.tensor([1.0, -1.0]), True),  # a classifier that is sure
+        (100 + 60 * randn(8, 42), False),  # landmarks in pixels
+        (0.03 * randn(8, 63), False),  # landmarks in metres
+        (F.normalize(randn(8, 128)), False),  # embeddings
+        ((6 * randn(8, 3)).softmax(1), False),  # probabilities
+        (3 * randn(8, 1), False),
+        (3 * randn(8, 10, 4), False),
+    ],
+)
+def test_class_scores_are_those_whose_softmax_chooses(y, scores):
+    assert is_scores(y) is scores
 
 
 def test_equal_outputs_have_no_noise():

@@ -1,5 +1,6 @@
 """Loss of a quantized network against the float one on given samples, to compare plans by."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.graph.placement import inputs_on, on_cpu, placed
 from chipfit.plan.record import Plan
 from chipfit.quantizers.stored import Stored
-from chipfit.rounding.outputs import OutputErrors, parts_of
+from chipfit.rounding.outputs import OutputErrors, is_scores, parts_of
 
 #: rounded weights by name, where the network runs, with the weight of the graph and how it is stored
 RoundedWeights = dict[str, tuple[Tensor, Stored | None, Tensor]]
@@ -111,6 +112,8 @@ class Reference:
         there = placed(without_insertions(graph))  # dynamic quantization is an error of the other networks
         with torch.inference_mode():
             self._wanted = [self._parts(run(there, batch, hook=hook), batch) for batch in self.batches]
+        votes = Counter(name for parts in self._wanted for name, y in parts.items() if is_scores(y))
+        self._scores = {name for name, count in votes.items() if 2 * count > len(self._wanted)}
 
     def loss(self, graph: Graph, plan: Plan) -> float:
         """Return the loss of a graph as a plan quantizes it, see `outputs`; 0 if all outputs are equal."""
@@ -135,7 +138,7 @@ class Reference:
     def errors_of(self, k: int, values: Mapping[str, Any]) -> OutputErrors:
         """Return the errors of the outputs that another network has for batch k."""
         out = OutputErrors()
-        out.add(self._wanted[k], self._parts(values, self.batches[k]))
+        out.add(self._wanted[k], self._parts(values, self.batches[k]), self._scores)
         return out
 
     def _parts(self, values: Mapping[str, Any], batch: Batch) -> dict[str, Tensor]:

@@ -1,12 +1,12 @@
 """The loss in a network's outputs: each part of an output is weighed by its own power, whatever its neighbours are.
 
-Class scores, [N, C] of at least two classes, lose KL(softmax(float) || softmax(other)) in nats, other parts the energy
-of what differs, as a share of their own. Every choice by the loss at the outputs is made with these functions.
+Class scores lose KL(softmax(float) || softmax(other)) in nats, other parts the energy of what differs, as a share of
+their own. Every choice by the loss at the outputs is made with these functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,11 @@ from chipfit.engine.parts import part_labels
 from chipfit.graph.ir import Graph
 from chipfit.graph.joins import Joins
 from chipfit.quantizers.noise import decibels
+
+#: least and greatest standard deviation of the scores of one sample over its classes, of the median sample
+_SPREAD = 0.25, 20.0
+#: the probabilities of all classes sum up to 1 but for this
+_SUM_ERROR = 1e-2
 
 
 def parts_of(graph: Graph, values: Mapping[str, Any], valid: ValidTokens | None = None) -> dict[str, Tensor]:
@@ -52,8 +57,17 @@ def output_labels(joins: Joins, output: str, y: Tensor) -> Tensor | None:
 
 
 def is_scores(y: Tensor) -> bool:
-    """Return whether a part is compared as class scores."""
-    return y.dim() == 2 and y.shape[1] > 1
+    """Return whether a part of the float network is compared as class scores: [N, C] whose softmax chooses a class.
+
+    The softmax of numbers that hardly differ is even, and that of coordinates in pixels has one class for all samples:
+    what rounding does to them does not show in it. Probabilities have had their softmax.
+    """
+    if y.dim() != 2 or y.shape[1] < 2 or not len(y):
+        return False
+    y, (least, most) = y.detach().float(), _SPREAD
+    spread = y.std(1, correction=0).median()
+    probable = (y >= 0).all() & ((y.sum(1) - 1).abs() < _SUM_ERROR).all()
+    return bool((spread >= least) & (spread <= most) & ~probable)
 
 
 @dataclass
@@ -63,13 +77,13 @@ class OutputErrors:
     #: part -> [loss, quantity of which it is a share, energy of the errors, energy of the part]
     sums: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-        """Add the parts of one batch, of the float network and of another, on the CPU."""
+    def add(self, wanted: Mapping[str, Tensor], got: Mapping[str, Tensor], scores: Container[str] = ()) -> None:
+        """Add the parts of one batch, of the float network and of another, on the CPU; `scores` are class scores."""
         for name, want in wanted.items():
             y, x = want.double(), got[name].double()
             noise, signal = float((x - y).square().sum()), float(y.square().sum())
             loss, whole = noise, signal
-            if is_scores(y):
+            if name in scores:
                 p, q = y.log_softmax(1), x.log_softmax(1)
                 loss, whole = float((p.exp() * (p - q)).sum()), float(len(y))
             sums = self.sums.setdefault(name, [0.0] * 4)

@@ -28,6 +28,7 @@ from chipfit.registry import option
 from chipfit.rounding import gptq_solver
 from chipfit.rounding.gptq_solver import scale_bounds, scale_is_allowed, weight_rows
 from chipfit.rounding.moments import Moments, as_rows, from_rows, patches, positions, targets
+from chipfit.rounding.outputs import is_scores
 from chipfit.rounding.streams import MEMORY, Pick, SampleStreams, Stream
 
 #: shares of the range of class scores on which its ends are tried
@@ -191,7 +192,7 @@ class SequentialReconstruction(SampleStreams):
     def _choose_score_range(self, name: str) -> None:
         """Choose the range of class scores [N, C] below 8 bits where the platform leaves it free."""
         stored, x = self.plan[name], self.quantized[name]
-        if x[0].dim() != 2 or x[0].shape[1] < 2 or stored.grid.table is not None or stored.grid.bits >= 8:
+        if stored.grid.table is not None or stored.grid.bits >= 8 or not is_scores(self.floats[name][0]):
             return
         scale, zero = range_of_scores(stored, self.floats[name], x)
         if scale_is_allowed(self.plan, name, scale):
