@@ -134,6 +134,29 @@ def test_a_doubt_names_what_costs_most_and_what_helps(most, helps):
         assert better > both and wider == pytest.approx(better, abs=3)
 
 
+def cancelling(seed=0):
+    """Return a linear layer whose large weights cancel on its inputs, and these inputs, [N, 64] of rank 4."""
+    torch.manual_seed(seed)
+    basis = torch.linalg.qr(torch.randn(64, 64)).Q
+    layer = set_layer(nn.Linear(64, 4), torch.randn(4, 4) @ basis[:4] + 20 * torch.randn(4, 60) @ basis[4:])
+    return sequential(layer, nn.Sigmoid()), randn(512, 4) @ basis[:4]
+
+
+def test_weights_of_8_bits_are_fitted_to_their_inputs_where_rounding_loses_most_in_them():
+    model, x = cancelling()
+    data, new = list(x[:256].split(32)), x[256:]
+    result, left = (quantized(model, data, "tflite_int16x8", settings=s) for s in (Settings(), OFF))
+    assert any(n.startswith("rounding='gptq' taken: on 8 held-out samples") for n in said(result))
+    assert not any("rounding loses more" in n for n in result.report.warnings)
+    before, after = (result_sqnr_db(r, model, new) for r in (left, result))
+    assert after > before + 6
+    assert result.plan.provenance["merit"]["sqnr_db"] == pytest.approx(after, abs=2)
+    assert result.plan.provenance["settings"]["steps"]["rounding"] == "gptq"
+    assert result_sqnr_db(result.edit({"1": "float"}), model, new) > before + 6
+    for settings in (Settings(rounding="off"), Settings(correct_bias=False), Settings(correct_bias=True)):
+        assert not any("gptq" in n for n in quantized(model, data, "tflite_int16x8", settings=settings).plan.rewrites)
+
+
 def test_what_the_user_decides_is_not_tried():
     result = quantized(unequal(), DATA, settings=Settings(equalize_groups="off", centre="off"))
     assert not any(n.startswith(("equalize_groups", "centre")) for n in said(result))

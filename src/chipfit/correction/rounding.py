@@ -7,7 +7,7 @@ from chipfit.plan.record import Plan
 from chipfit.registry import OFF, Setting, register
 from chipfit.rounding.method import STEP, apply_methods, default_method
 
-_DOES = "methods that round weights, 'gptq' or 'gptq + learned'; None: 'gptq' where weights have fewer than 6 bits"
+_DOES = "methods that round weights, 'gptq' or 'gptq + learned'; None: 'gptq' below 6 bits, or as a repair"
 _SETTING = Setting("rounding", None, _DOES, "methods", (OFF,), kind="rounding")
 _REPLACED = ("bias", "activation_bias", "second_moment")
 

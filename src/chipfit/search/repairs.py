@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,12 +14,13 @@ from chipfit.adaptation import choose_ranges, statistics_needed, trial_settings,
 from chipfit.calibration.source import CalibrationData
 from chipfit.calibration.spread_samples import SpreadSamples
 from chipfit.correction.measured_bias import MeanReference, MeasuredBiases, Samples, measure_biases
-from chipfit.decision import Decision, choose_scales, decide, plan_of, redecide
+from chipfit.decision import Decision, choose_scales, decide, plan_of, redecide, scales_of
 from chipfit.errors import ChipfitError
 from chipfit.graph.ir import Graph
 from chipfit.graph.linear import multiplications
 from chipfit.graph.placement import inputs_on
 from chipfit.plan.record import Plan
+from chipfit.ranges import name_of
 from chipfit.registry import OFF, ordered
 from chipfit.rounding.compare import (
     Planned,
@@ -30,6 +32,7 @@ from chipfit.rounding.compare import (
     without_weight_rounding,
 )
 from chipfit.rounding.expected import expected_sqnr_db
+from chipfit.rounding.method import default_method
 from chipfit.rounding.outputs import OutputErrors
 from chipfit.search.sensitivity import Suggestion, activation_losses, suggestions
 from chipfit.settings import Settings
@@ -138,7 +141,7 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
         tries: repairs are tried where rounding does not explain the loss, and a warning is given where none helps.
         open_rule: the user names no range rule: ranges without clipping and more precise layers are tried, too.
     """
-    samples = few_samples(d, data.samples)
+    samples, start = few_samples(d, data.samples), d
     if samples is None:
         return _without_captured(d)
     d = replace(d, samples=samples)
@@ -159,20 +162,28 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
         d, found = with_precise_layers(d, found, rounded)
     merit = Merit.of(reference, plan_of(d), found.errors)
     if tries and merit.doubtful:
-        ratios = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
-        doubt = f"warning: rounding loses more than the bits explain: {ratios}{_where_lost(d, reference, rounded)}"
-        d = replace(d, rewrites=(*d.rewrites, doubt))
+        in_float = _with_either_in_float(d, reference, rounded)
+        if in_float["weights"] > in_float["activations"] and not data.read_once:
+            d = with_fitted_weights(d, found, data.batches(d.graph))
+        if d.settings.rounding == start.settings.rounding:
+            ratios = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
+            doubt = f"warning: rounding loses more than the bits explain: {ratios}{_where_lost(d, in_float)}"
+            d = replace(d, rewrites=(*d.rewrites, doubt))
     return replace(_without_captured(d), provenance={**d.provenance, "merit": merit.to_record()}, measured=found)
 
 
-def _where_lost(d: Decision, reference: MeanReference, rounded: RoundedWeights) -> str:
-    """Return what the outputs would have with either of activations and weights in float, and what helps."""
+def _with_either_in_float(d: Decision, reference: MeanReference, rounded: RoundedWeights) -> dict[str, float]:
+    """Return the signal over noise of the outputs [dB] with activations in float, and with weights in float."""
     graph, plan = judged(d)
     weights = without_weight_rounding(plan)
     of_weights = {k: t.with_(stored=None) if t.role == "activation" else t for k, t in plan.tensors.items()}
     only = {"activations": replace(plan, tensors=of_weights), "weights": weights}
     move = biases_move(trial_settings(d)[0])
-    found = {k: measure_biases(reference, graph, p, rounded, move=move).errors.sqnr_db for k, p in only.items()}
+    return {k: measure_biases(reference, graph, p, rounded, move=move).errors.sqnr_db for k, p in only.items()}
+
+
+def _where_lost(d: Decision, found: Mapping[str, float]) -> str:
+    """Return what the outputs would have with either of activations and weights in float, and what helps."""
     most = max(found, key=lambda k: found[k])
     helps = "train `result.model`, or let rounding follow the data: Settings(rounding='learned')"
     if most == "activations":
@@ -251,6 +262,42 @@ def with_precise_layers(
         else:
             break
     return d, before
+
+
+def with_fitted_weights(d: Decision, found: MeasuredBiases, read: steps.Batches) -> Decision:
+    """Return the decision with a rounding method that fits weights to their inputs, where held-out samples gain; noted.
+
+    The method is that of weights of few bits; it rounds the weights of the plan later, with all samples.
+
+    Args:
+        found: errors and biases of weights that are rounded to the nearest quantized value.
+        read: batches of graph inputs.
+    """
+    resolved, _ = trial_settings(d)
+    method = default_method([1], name_of(d.rules.weight_rule))
+    fit, held = split_holdout(limit_samples(read, SAMPLES))
+    if d.settings.rounding is not None or method is None or not biases_move(resolved) or not held:
+        return d
+    reference, plan = Reference(d.graph, held), plan_of(d)
+    settings = Settings(**{**d.settings.to_record(), "rounding": method})
+    try:
+        graph, fitted, stopped = steps.correct(d.graph, plan, d.stats, fit, partial(scales_of, d), settings)
+    except ChipfitError:  # a setting of the user excludes it
+        return d
+    if stopped:
+        raise KeyboardInterrupt
+    was = reference.errors(found.applied(d.graph) if found.improves else d.graph, plan).sqnr_db
+    now = reference.errors(graph, fitted).sqnr_db
+    gains = now >= was + GAIN_DB
+    ratios = f"outputs have {now:.1f} dB, {was:.1f} dB without"
+    said = "taken" if gains else "not taken"
+    note = f"rounding={method!r} {said}: on {count_samples(held)} held-out samples {ratios}"
+    d = replace(d, rewrites=(*d.rewrites, note))
+    if not gains:
+        return d
+    record = {**d.provenance.get("settings", {}), "steps": settings.to_record()}
+    start = replace(d.calibrated, settings=settings) if d.calibrated is not None else None  # edits follow it, too
+    return replace(d, settings=settings, calibrated=start, provenance={**d.provenance, "settings": record})
 
 
 def found_biases(d: Decision, plan: Plan) -> MeasuredBiases | None:
