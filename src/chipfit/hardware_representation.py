@@ -1,11 +1,9 @@
 """The first-generation names of `chipfit.target_platform`."""
 
 # ruff: noqa: F403 -- a door has what its rooms have
-from typing import Any
-
 from chipfit.mct import hardware_representation as own
 from chipfit.mct.hardware_representation import *
-from chipfit.mct.names import missing_name
+from chipfit.mct.names import door
 from chipfit.mct.target_platform import capabilities, model
 from chipfit.mct.target_platform.capabilities import *
 from chipfit.mct.target_platform.configs import QuantizationConfigOptions, QuantizationMethod
@@ -13,7 +11,4 @@ from chipfit.mct.target_platform.model import *
 
 __all__ = [*own.__all__, *capabilities.__all__, *model.__all__, "QuantizationConfigOptions", "QuantizationMethod"]
 
-
-def __getattr__(name: str) -> Any:
-    """Raise the error that names the equivalent of a name of MCT."""
-    raise missing_name(__name__, name)
+__getattr__ = door(__name__)

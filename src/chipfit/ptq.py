@@ -1,11 +1,6 @@
 """Post-training quantization under the names of the Model Compression Toolkit."""
 
-from typing import Any
-
-from chipfit.mct.names import missing_name
+from chipfit.mct.names import door
 from chipfit.mct.ptq import *  # noqa: F403 -- a door has what its room has
 
-
-def __getattr__(name: str) -> Any:
-    """Raise the error that names the equivalent of a name of MCT."""
-    raise missing_name(__name__, name)
+__getattr__ = door(__name__)

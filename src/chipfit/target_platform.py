@@ -1,9 +1,7 @@
 """Describe the target hardware: operator sets, quantization options, fusions, and the layers that they stand for."""
 
 # ruff: noqa: F403 -- a door has what its rooms have
-from typing import Any
-
-from chipfit.mct.names import missing_name
+from chipfit.mct.names import door
 from chipfit.mct.target_platform import capabilities, configs, files, model, targets
 from chipfit.mct.target_platform.capabilities import *
 from chipfit.mct.target_platform.configs import *
@@ -13,7 +11,4 @@ from chipfit.mct.target_platform.targets import *
 
 __all__ = [*capabilities.__all__, *configs.__all__, *files.__all__, *model.__all__, *targets.__all__]
 
-
-def __getattr__(name: str) -> Any:
-    """Raise the error that names the equivalent of a name of MCT."""
-    raise missing_name(__name__, name)
+__getattr__ = door(__name__)

@@ -342,6 +342,14 @@ def _echo(text: str) -> None:
         typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
 
 
+def _print(found: Any) -> None:
+    """Print what a command has found, as text or as a document."""
+    if OUTPUT.json:
+        print_document(found.to_dict())
+    else:
+        _echo(str(found))
+
+
 def _tell(text: str) -> None:
     """Print progress, which is on the standard error if another program reads the output."""
     if OUTPUT.json:
@@ -630,10 +638,7 @@ def time_(
     """Measure the float and the quantized file in turns on a runtime of this machine; show each operator's work."""
     result = _load(saved)
     batches = images.load(data, framework=result.graph.framework)
-    found = result.time(batches, runtime=runtime, seconds=seconds)
-    if OUTPUT.json:
-        return print_document(found.to_dict())
-    _echo(str(found))
+    _print(result.time(batches, runtime=runtime, seconds=seconds))
 
 
 @command(app, "check-npu")
@@ -644,10 +649,7 @@ def check_npu(
     """Compile for an Ethos-U NPU with Vela; show which operators run on it, memory and estimated time."""
     from chipfit.verify.npu import compile_file
 
-    found = compile_file(saved, accelerator) if saved.suffix == ".tflite" else _load(saved).npu(accelerator)
-    if OUTPUT.json:
-        return print_document(found.to_dict())
-    _echo(str(found))
+    _print(compile_file(saved, accelerator) if saved.suffix == ".tflite" else _load(saved).npu(accelerator))
 
 
 @command(app)

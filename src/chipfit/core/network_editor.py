@@ -1,11 +1,6 @@
 """Rules that change single layers, under the names of the Model Compression Toolkit."""
 
-from typing import Any
-
 from chipfit.mct.core.network_editor import *  # noqa: F403 -- a door has what its room has
-from chipfit.mct.names import missing_name
+from chipfit.mct.names import door
 
-
-def __getattr__(name: str) -> Any:
-    """Raise the error that names the equivalent of a name of MCT."""
-    raise missing_name(__name__, name)
+__getattr__ = door(__name__)

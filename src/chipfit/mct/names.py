@@ -1,5 +1,8 @@
 """Names of the Model Compression Toolkit that are called otherwise here, or do not exist."""
 
+from collections.abc import Callable
+from typing import Any
+
 from chipfit.errors import ChipfitError
 
 _SEARCH, _LIMITS = "core.MixedPrecisionQuantizationConfig", "core.ResourceUtilization"
@@ -66,3 +69,12 @@ def missing_name(module: str, name: str) -> Exception:
     none, _, words = to.partition("none: ")
     hint = words if none == "" else f"chipfit.{to}"
     return OtherNameError(f"'{name}' of MCT has another name in chipfit", where=module, hint=hint)
+
+
+def door(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module of MCT's names, which raises the error about a name that it lacks."""
+
+    def missing(name: str) -> Any:
+        raise missing_name(module, name)
+
+    return missing

@@ -21,20 +21,20 @@ def read_back(path: Path) -> dict[str, FileTensor]:
     graphs = [file.graph(call) for call in range(len(file.calls))]
     values = [{tensor_of(v).idOut: v for v in graph.xvalues} for graph in graphs]
     found: dict[str, FileTensor] = {}
-    for name, (call, number, *_) in notes.get("tensors", {}).items():
-        value = values[call].get(number)
-        if value is None:
+
+    def enter(name: str, call: int, number: int, constant: bool) -> None:
+        """Enter a value of a delegate, if it is quantized."""
+        if (value := values[call].get(number)) is None:
             raise misfit(f"a delegate has no value {number}")
         if hasattr(value.xvalueUnion, "quantParams"):
-            found[name] = FileTensor(None, [_numbers(file, graphs[call], value)])
+            integers = _integers(file, call, graphs[call], value) if constant else None
+            found[name] = FileTensor(integers, [_numbers(file, graphs[call], value)])
+
+    for name, (call, number, *_) in notes.get("tensors", {}).items():
+        enter(name, call, number, constant=False)
     for name, places in notes.get("constants", {}).items():
         for k, (call, number) in enumerate(places):
-            value = values[call].get(number)
-            if value is None:
-                raise misfit(f"a delegate has no value {number}")
-            if hasattr(value.xvalueUnion, "quantParams"):
-                numbers = [_numbers(file, graphs[call], value)]
-                found[f"{name}_{k}" if k else name] = FileTensor(_integers(file, call, graphs[call], value), numbers)
+            enter(f"{name}_{k}" if k else name, call, number, constant=True)
     return found
 
 
