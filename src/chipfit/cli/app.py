@@ -342,12 +342,13 @@ def _echo(text: str) -> None:
         typer.echo(textwrap.fill(line, width, subsequent_indent="    ", break_on_hyphens=False))
 
 
-def _print(found: Any) -> None:
-    """Print what a command has found, as text or as a document."""
+def _print(document: Mapping[str, Any], text: str, page: Path | None = None) -> None:
+    """Print what a command has found, as text or as a document, and the page on which it is shown too."""
     if OUTPUT.json:
-        print_document(found.to_dict())
-    else:
-        _echo(str(found))
+        return print_document({**document, **({} if page is None else {"report": str(page)})})
+    _echo(text)
+    if page is not None:
+        typer.echo(f"report  {page}")
 
 
 def _tell(text: str) -> None:
@@ -617,12 +618,7 @@ def verify(
 
 def _show_comparison(found: Any, text: str, page: Path | None = None) -> int:
     """Print what a verification found, and return the exit status."""
-    if OUTPUT.json:
-        print_document({**documents.compared(found), **({} if page is None else {"report": str(page)})})
-    else:
-        _echo(text)
-        if page is not None:
-            typer.echo(f"report  {page}")
+    _print(documents.compared(found), text, page)
     return {"departs": 1, "unpromised": 3}.get(found.verdict, 0)
 
 
@@ -638,7 +634,8 @@ def time_(
     """Measure the float and the quantized file in turns on a runtime of this machine; show each operator's work."""
     result = _load(saved)
     batches = images.load(data, framework=result.graph.framework)
-    _print(result.time(batches, runtime=runtime, seconds=seconds))
+    found = result.time(batches, runtime=runtime, seconds=seconds)
+    _print(found.to_dict(), str(found))
 
 
 @command(app, "check-npu")
@@ -649,7 +646,8 @@ def check_npu(
     """Compile for an Ethos-U NPU with Vela; show which operators run on it, memory and estimated time."""
     from chipfit.verify.npu import compile_file
 
-    _print(compile_file(saved, accelerator) if saved.suffix == ".tflite" else _load(saved).npu(accelerator))
+    found = compile_file(saved, accelerator) if saved.suffix == ".tflite" else _load(saved).npu(accelerator)
+    _print(found.to_dict(), str(found))
 
 
 @command(app)
@@ -673,12 +671,7 @@ def compare(
     if data is not None:
         batches = images.load(data, **inputs_of(_load(first).graph))
     found = chipfit.compare(first, second, batches)
-    page = None if report is None else found.save(report)
-    if OUTPUT.json:
-        return print_document({**found.to_dict(), **({} if page is None else {"report": str(page)})})
-    _echo(str(found))
-    if page is not None:
-        typer.echo(f"report  {page}")
+    _print(found.to_dict(), str(found), None if report is None else found.save(report))
 
 
 @command(app)

@@ -124,7 +124,7 @@ def connected_components(lists: Iterable[Sequence[str]]) -> tuple[tuple[str, ...
 
 
 def copies(graph: Graph, *groups: Collection[str]) -> set[str]:
-    """Return the tensors of ties that only hold numbers of others in their tie, and so have the range of those."""
+    """Return the tied tensors that only hold numbers of other members of their tie, whose range they have."""
     tie = {t: k for k, group in enumerate(groups) for t in group}
     found = set[str]()
     for n in graph.nodes:

@@ -146,7 +146,7 @@ ALIASES: dict[str, tuple[str, dict[str, float | str]]] = {
 FOREIGN = frozenset(_VOCABULARY["foreign"].split())
 #: operators of frameworks that choose the size of their result by data
 SIZED_BY_DATA = frozenset(_VOCABULARY["sized_by_data"].split())
-#: those that do so where an operand is a mask
+#: operators of frameworks that choose the size of their result by data if an operand is a mask
 SIZED_BY_MASK = frozenset(_VOCABULARY["sized_by_mask"].split())
 #: "@group" of platform files -> its operators
 GROUPS: dict[str, frozenset[str]] = {f"@{name}": frozenset(ops.split()) for name, ops in _VOCABULARY["groups"].items()}

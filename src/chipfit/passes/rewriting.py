@@ -123,7 +123,8 @@ def adds_equal_shapes(graph: Graph, node: Node) -> bool:
 def channel_constants(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the constants that multiply the channels of a result by k, on axis 1, if they are multiplied by k [C].
 
-    They are the scale and shift of a norm, a factor, or an addend, whose operand is multiplied too. None of others.
+    They are the scale and shift of a norm, a factor, or an addend, whose operand is multiplied too. Other operators
+    have no such constants.
     """
     shape = graph.shape(node.output)
     if node.facts.norm == "channels":

@@ -136,9 +136,9 @@ class _Graph(TypedDict):
     aliases: dict[str, str]
     trainable: set[str]
     folds: NotRequired[dict[str, FromJson[Fold]]]  # newer than the schema
-    outer_layers: NotRequired[dict[str, tuple[str, dict[str, Any]]]]  # likewise
-    removed: NotRequired[list[FromJson[Removed]]]  # likewise
-    channels_last: NotRequired[list[str]]  # likewise; weights in this memory format, in which sums have another order
+    outer_layers: NotRequired[dict[str, tuple[str, dict[str, Any]]]]  # newer than the schema
+    removed: NotRequired[list[FromJson[Removed]]]  # newer than the schema
+    channels_last: NotRequired[list[str]]  # newer; weights in this memory format, which changes the order of sums
     inputs: list[str]
     outputs: list[str]
     in_spec: str

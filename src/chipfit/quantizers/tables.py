@@ -58,7 +58,7 @@ def constant(values: tuple[float, ...], like: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # for autograd, whoever is the first to need them
+    with torch.inference_mode(False):  # usable by autograd, even if first needed in inference
         return torch.tensor(values, dtype=dtype, device=device)
 
 

@@ -161,7 +161,7 @@ def kernels(graph: Graph, plan: Plan) -> dict[str, str]:
 
 
 def _moves(plan: Plan, n: Node) -> bool:
-    """Return whether an operator hands on numbers of its inputs as they are."""
+    """Check whether an operator only moves numbers of its inputs."""
     follows = n.name in plan.nodes and plan.nodes[n.name].exec == "follow"
     return follows or (n.facts.moves and not plan.quantized(n.output))
 

@@ -46,7 +46,7 @@ def lost_part_warnings(graph: Graph, plan: Plan, assignment: Assignment, stats: 
             continue
         tensors = {**floats, **{name: plan.tensors[name] for name, _, _ in group}}
         loss = reference.loss(graph, replace(plan, tensors=tensors))
-        if loss > LOSS and len(group) > 1:  # otherwise none of them does harm
+        if loss > LOSS and len(group) > 1:  # otherwise no part does harm
             left += [group[len(group) // 2 :], group[: len(group) // 2]]
         elif loss > LOSS:
             ((name, part, levels),) = group

@@ -172,7 +172,7 @@ def weight_widths(graph: Graph, pairs: Mapping[str, Sequence[tuple[int, int]]]) 
 
 
 def own_errors(graph: Graph, plan: Plan, parts: Iterable[TiedChoice]) -> dict[str, TiedChoice]:
-    """Return the activations with an error of their own: all but those that rearrange values of others on one grid."""
+    """Return the activations with an error of their own: all but rearranged values of others on the same grid."""
     copied = copies(graph, {name for name in plan.tensors if plan.quantized(name)})
     for n in (n for n in graph.nodes if is_join(n) and n.output in copied):
         data = [i for i in n.inputs if i is not None and graph.is_float(i)]

@@ -252,7 +252,7 @@ def with_precise_layers(
                 continue
             trial = plan_of(other)
             if any(plan.quantized(o) and not trial.quantized(o) for o in d.graph.outputs):
-                continue  # whoever reads the file may count on integers
+                continue  # other readers of the file may count on integers
             after = measured(other, reference, rounded)
             if (now := after.errors.sqnr_db) >= was + least:
                 samples = count_samples(reference.batches)
