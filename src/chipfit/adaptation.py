@@ -33,7 +33,7 @@ from chipfit.settings import Settings
 
 
 def trial_settings(d: Decision, *others: Decision) -> tuple[Settings, Settings]:
-    """Return the settings with the corrections that few bits ask for, and those with the rewrites to try besides.
+    """Return the settings with the corrections that few bits require, and these settings with the rewrites to try.
 
     Args:
         others: decisions that may follow, any of which may call for a rewrite.
@@ -91,7 +91,7 @@ def decide_again(calibrated: Decision, overrides: Overrides | None, batches: ste
     d = replace(calibrated, graph=graph, composites={}, overrides=overrides, widths=(), stats={})
     d = refuse_all_float(decide(d))
     needed, on_trial = statistics_needed(d)
-    have = {n: s for n, s in calibrated.stats.items() if n in needed and _has(s, needed[n])}
+    have = {n: s for n, s in calibrated.stats.items() if n in needed and _provides(s, needed[n])}
     lacking = {n: need for n, need in needed.items() if n not in have}
     if batches is None and (lacking or steps.rereads_data(on_trial)):
         return None
@@ -101,8 +101,8 @@ def decide_again(calibrated: Decision, overrides: Overrides | None, batches: ste
     return choose_ranges(replace(d, stats=stats), read)
 
 
-def _has(seen: TensorStats, need: Need) -> bool:
-    """Return whether statistics hold what is needed."""
+def _provides(seen: TensorStats, need: Need) -> bool:
+    """Check whether statistics that were collected earlier include the needed ones."""
     channels = seen.channels is not None and not (need.squares and seen.channels.squares is None)
     return (seen.histogram is not None or not need.histogram) and (channels or need.channel_axis is None)
 
@@ -111,12 +111,12 @@ def adapt_and_scale(d: Decision, batches: steps.Batches) -> Decision:
     """Apply the rewrites that follow the statistics and choose scales; keep rewrites on trial only where they help."""
     d = _with_whole_composites(d)
     resolved, on_trial = trial_settings(d)
-    plain = _adapted(d, d.settings, batches)
+    untried = _adapted(d, d.settings, batches)
     if on_trial == resolved:
-        return plain
+        return untried
     names = [k for k in on_trial.to_record() if k not in resolved.to_record()]
-    fitted = any(s.name == "rounding" for s in steps.enabled(resolved, "correct"))
-    return _preferred(d.graph, plain, _adapted(d, on_trial, batches), batches, names, fitted)
+    rounded_later = any(s.name == "rounding" for s in steps.enabled(resolved, "correct"))
+    return _better_on_held_out(d.graph, untried, _adapted(d, on_trial, batches), batches, names, rounded_later)
 
 
 def _adapted(d: Decision, settings: Settings, batches: steps.Batches) -> Decision:
@@ -160,18 +160,18 @@ def _with_whole_composites(d: Decision) -> Decision:
     kept = {name for name in d.composites if not all(map(d.assignment.in_integers, found[name]))}  # by overrides
     given = d.graph, d.assignment, d.stats, d.settings.results
     scales = {name: dictated_scale(d.platform, d.graph, whole.node) for name, whole in d.composites.items()}
-    own = {name: scale for name, scale in scales.items() if scale is not None and name not in kept}
-    kept |= exact_kernels(*given, own)
-    open_ = [] if d.integers_only else [name for name in d.composites if name not in kept | own.keys()]
-    dear = whole_composites(*given, open_)
-    notes = note_of_opened(d.graph, d.composites.keys() - kept - dear) + [
+    dictated = {name: scale for name, scale in scales.items() if scale is not None and name not in kept}
+    kept |= exact_kernels(*given, dictated)
+    undecided = [] if d.integers_only else [name for name in d.composites if name not in kept | dictated.keys()]
+    in_float = whole_composites(*given, undecided)
+    notes = note_of_opened(d.graph, d.composites.keys() - kept - in_float) + [
         f"{n.op} '{n.display_name}' stays whole, in float: its parts would round away more than integers save"
         for name, (n, _) in d.composites.items()
-        if name in dear
+        if name in in_float
     ]
-    execution = {**d.execution, **dict.fromkeys(dear, "whole")}
+    execution = {**d.execution, **dict.fromkeys(in_float, "whole")}
     d = replace(d, rewrites=(*d.rewrites, *notes), execution=execution)
-    return decide(with_whole(d, kept | dear)) if kept | dear else d
+    return decide(with_whole(d, kept | in_float)) if kept | in_float else d
 
 
 def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
@@ -189,18 +189,18 @@ def _with_execution(d: Decision) -> tuple[Decision, list[str]]:
     return other, why
 
 
-def _preferred(
-    graph: Graph, before: Decision, after: Decision, batches: steps.Batches, names: Sequence[str], fitted: bool
+def _better_on_held_out(
+    graph: Graph, before: Decision, after: Decision, batches: steps.Batches, names: Sequence[str], rounded_later: bool
 ) -> Decision:
-    """Return the second of two decisions where it loses less of `graph` on held-out images, else the first; noted.
+    """Return the later of two decisions if its outputs on held-out samples are nearer to those of `graph`, with a note.
 
     Args:
         names: settings on trial.
-        fitted: weights will be rounded by another method later, so that they are compared in float.
+        rounded_later: weights will be rounded by another method later, so that they are compared in float.
     """
 
     def plan(d: Decision) -> Plan:
-        return without_weight_rounding(plan_of(d)) if fitted else plan_of(d)
+        return without_weight_rounding(plan_of(d)) if rounded_later else plan_of(d)
 
     if all(after.graph.weights.get(k) is w for k, w in before.graph.weights.items()):
         return before
@@ -208,6 +208,6 @@ def _preferred(
     fits, losses = False, "there are too few images to hold some out"
     if held_out:
         fits, losses = compare_plans(graph, held_out, (before.graph, plan(before)), (after.graph, plan(after)))
-        losses += ", by rounded activations alone" if fitted else ""
+        losses += ", by rounded activations alone" if rounded_later else ""
     chosen, verdict = (after, "taken") if fits else (before, "not taken")
     return replace(chosen, rewrites=(*chosen.rewrites, f"{' and '.join(names)} {verdict}: {losses}"))

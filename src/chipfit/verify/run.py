@@ -151,7 +151,7 @@ def _compared_tensors(graph: Graph, plan: Plan) -> tuple[list[str], list[list[st
 
 
 def _with_moves(graph: Graph, value: str) -> list[str]:
-    """Return the values from one that is computed to this one, which holds its numbers in another order or shape.
+    """Return the chain of values that ends with this one, in which each is a transposed or reshaped predecessor.
 
     A file may have any one of them: writers add moves, and readers of files do. An input itself is not compared, but an
     operator of the file that reorders it is: its result has its own name.
@@ -185,12 +185,12 @@ class Comparator:
     out: Verification
     in_file: set[str] = field(default_factory=set)  #: tensors that the file is known to hold
     end_to_end_samples: int | None = None  #: see `verify`
-    #: float operand of a dynamic kernel -> it, and what moves make of it
-    inner: Mapping[str, list[str]] = field(default_factory=dict)
+    #: float operand of a dynamic kernel -> its name and those of the values that hold its numbers in another order
+    dynamic_inputs: Mapping[str, list[str]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)  #: integers of weights
     hits: Counter[str] = field(default_factory=Counter)  #: right answers of each side
     #: returns what operators in float compute from the device's integers of a batch in float64
-    exact: Callable[[], Values] = dict
+    in_double: Callable[[], Values] = dict
 
     def __post_init__(self) -> None:
         self.calibration = SampleHashes(self.plan.provenance.get("samples", ()))
@@ -215,7 +215,7 @@ class Comparator:
             stored = plan.stored(v)
             span = float(stored.scale.max()) * (stored.grid.qmax - stored.grid.qmin) if stored is not None else 0.0
             out.outputs.append(OutputComparison(name, v, () if span or v in graph.weights else float_ops(v), span))
-        out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in self.inner]
+        out.outputs += [OutputComparison(v, v, float_ops(v), inner=True) for v in self.dynamic_inputs]
 
     def _promised_difference(self, tensor: str, float_ops: Sequence[str]) -> int | None:
         """Return the largest difference that the runtime promises for the kernel of a tensor; see `DeviceRuntime`."""
@@ -259,7 +259,7 @@ class Comparator:
             self._simulated(inputs, keep=())  # raises if no network could run on these inputs
             raise
         for o in (o for o in self.out.outputs if o.inner and o.tensor not in got):
-            o.name = o.tensor = next((v for v in self.inner.get(o.tensor, ()) if v in got), o.tensor)
+            o.name = o.tensor = next((v for v in self.dynamic_inputs.get(o.tensor, ()) if v in got), o.tensor)
         floats_before: Values | None = {} if end_to_end else None
         simulated = self._simulated(inputs, floats=floats_before) if end_to_end else None
         floats = {o.tensor: got[o.tensor] for o in self.out.outputs if o.inner and o.tensor in got}
@@ -305,7 +305,7 @@ class Comparator:
         results = functools.partial(
             self._simulated, inputs, force=codes | floats, keep=[o.tensor for o in self.out.outputs]
         )
-        self.exact = functools.cache(lambda: results(in_double=True, floats=(found := Values())) | found)
+        self.in_double = functools.cache(lambda: results(in_double=True, floats=(found := Values())) | found)
         from_device = results(floats=floats_before, like=simulated, each=compare)
         for row in remaining.values():
             row.why = "inside a fused kernel"
@@ -365,7 +365,7 @@ class Comparator:
         return {k: torch.from_numpy(x.astype(np.int8) if "int4" in x.dtype.name else x) for k, x in small.items()}
 
     def _in_double(self, name: str) -> Tensor:
-        found: Tensor = self.exact()[name]
+        found: Tensor = self.in_double()[name]
         return found
 
     def _simulated(self, inputs: list[Tensor], **how: Any) -> dict[str, Any]:
