@@ -416,7 +416,8 @@ class OnnxCall:
         """Return the meta tensor of a result; a size that depends on data differs in all variants."""
         shape = [*y.shape]
         if self.node.op_type in SIZED_BY_DATA:
-            shape[1 if self.node.op_type == "NonZero" else self.attr("axis") or 0] += k
+            axis = self.attr("axis") or 0 if len(shape) > 1 else 0  # indices and counts of Unique have one axis
+            shape[1 if self.node.op_type == "NonZero" else axis] += k
         return torch.empty(shape, dtype=y.dtype, device=_META)
 
 
