@@ -127,6 +127,14 @@ def test_a_roll_joins_two_slices_where_no_kernel_gathers():
     assert result.verify([torch.randn(4, 3, 6, 8)]).exact
 
 
+@pytest.mark.parametrize("move", [lambda x: x[:, [3, 0, 2, 2]], lambda x: x.flip(3), lambda x: x[..., [1, 5]]])
+def test_elements_that_are_gathered_stay_integers_on_onnx_runtime(move):
+    layers = {"a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(4, 4, 1)}
+    result = quantized(model_of(lambda m, x: m.b(move(m.a(x))), **layers), torch.randn(8, 3, 6, 8))
+    assert "float" not in {n.exec for n in result.plan.nodes.values()}
+    assert result.verify([torch.randn(4, 3, 6, 8)]).exact
+
+
 @pytest.mark.parametrize("pattern", ["act", "Swish", "SiLU", "silu"])
 def test_an_override_of_the_layer_or_the_operator_keeps_the_whole_in_float(pattern):
     result = build(overrides={pattern: "float"})
