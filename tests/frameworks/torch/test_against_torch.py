@@ -569,6 +569,7 @@ ONE_VALUE = {
     ("kthvalue", "Slice", "step"): "one number is kept",
     ("kthvalue", "TopK", "largest"): "runtimes look for the largest",
     ("slice_scatter", "Slice", "step"): "what is kept lies together",
+    ("scatter", "Slice", "step"): "one place of each row at a time",
     **{(name, "Size", "axis"): "the first axis alone is open" for name in ("expand", "repeat", "zeros", "copy")},
     ("sym_size", "Size", "axis"): "programs ask the input, whose first axis alone is open",
 }

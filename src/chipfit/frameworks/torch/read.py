@@ -296,11 +296,15 @@ def _take_along(c: TorchCall) -> Any:
     return c.emit("GatherElements", [c.value("self"), c.value("indices")], axis=dim % x.dim())
 
 
+#: elements of each row that are written one after the other
+_MOST_SELECTIONS = 8
+
+
 @reads("scatter")
 def _scatter_one(c: TorchCall) -> Any:
-    """Read elements at fixed places of an axis as those of a part of it, and one element of each row as a selection.
+    """Read elements at fixed places of an axis as those of a part of it, and few of each row as selections.
 
-    The latter may depend on data, as `argmax` with `keepdim`.
+    Places of the latter may depend on data, as those of `argmax` with `keepdim` and of `topk`.
     """
     x, index = c.tensor("self"), c.tensor("index")
     dim, same = c.static("dim") % max(x.dim(), 1), c.builder.same_size
@@ -313,10 +317,19 @@ def _scatter_one(c: TorchCall) -> Any:
         new = c.builder.scalar(c.node.name, c.static("value"), c.result)
     if places := _fixed_places(c, dim):
         return (_replaced if "src" in c.args else _with_number)(c, dim, places, new)
-    require(index.shape[dim] == 1)
+    count, y = index.shape[dim], c.value("self")
+    require(count in range(1, _MOST_SELECTIONS + 1))
     every = torch.arange(x.shape[dim], dtype=index.dtype).view([-1 if k == dim else 1 for k in range(x.dim())])
-    hit = c.step("Equal", [c.value("index"), c.builder.constant(f"{c.node.name}.places", every)])
-    return c.emit("Where", [hit, new, c.value("self")])
+    numbered = c.builder.constant(f"{c.node.name}.places", every)
+
+    def one(value: Any, k: int) -> Any:
+        return value if count == 1 else c.step("Slice", [value], axis=dim, start=k, end=k + 1, step=1)
+
+    for k in range(count):
+        hit = c.step("Equal", [one(c.value("index"), k), numbered])
+        put = c.emit if k == count - 1 else c.step
+        y = put("Where", [hit, one(new, k) if "src" in c.args else new, y])
+    return y
 
 
 def _fixed_places(c: TorchCall, dim: int) -> list[int]:
