@@ -45,9 +45,7 @@ def _lstm(e: Expansion, n: onnx.NodeProto) -> None:
     weights = [_lstm_weight(e, n, *(ins[k] for k in at)) for at in ((1, 8, 9), (2, 10, 11))]
     x = _with_axes_exchanged(e, ins[0])
     e.out.returned.append(e.nodes[-1])
-    q = e.fresh(f"{x}/dynamic")
-    e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
-    e.dynamic.add(q)
+    q = e.quantized_at_run_time(x, e.fresh(f"{x}/dynamic"))
     inputs = [_with_axes_exchanged(e, q), *weights, *ins[3:8]]
     while not inputs[-1]:
         inputs.pop()

@@ -297,8 +297,7 @@ class Expansion:
         """Return the results of an operator on arrays; None if one is missing or it cannot be computed."""
         if any(a is None or a.size > _MOST for a in arrays.values()):
             return None
-        opset = max((o.version for o in self.source.opset_import if o.domain in ("", "ai.onnx")), default=1)
-        check_results(n, opset, arrays, 1, n.name or n.op_type)
+        check_results(n, self.opset, arrays, 1, n.name or n.op_type)
         ins, outs = ([onnx.ValueInfoProto(name=k) for k in names if k] for names in (arrays, n.output))
         model = helper.make_model(helper.make_graph([n], "node", ins, outs), opset_imports=self.source.opset_import)
         try:
@@ -310,7 +309,7 @@ class Expansion:
 
     def kind(self, name: str) -> str:
         """Return the type of a constant."""
-        return onnx.TensorProto.DataType.Name(self.initialisers[name].data_type).lower()
+        return _type_name(self.initialisers[name].data_type)
 
     def numbers(self, n: onnx.NodeProto, tensor: str, scale: str, zero: str, kind: str = "", rank: int = 0) -> QParams:
         """Return scale and zero point of an operand or result.
@@ -325,8 +324,8 @@ class Expansion:
         s, z = self.array(scale), self.array(zero) if zero else None
         if s is None or (zero and z is None):
             raise self.fault(n, f"The scale or zero point of '{tensor}' is computed", "", "constants")
-        signed = any(a.name == "block_size" and a.i for a in n.attribute)  # tools use negative scales of blocks
-        if s.dtype.kind != "f" or not np.isfinite(s).all() or not ((s != 0) if signed else (s > 0)).all():
+        axis, block = _attribute(n, "axis", 1), _attribute(n, "block_size")  # tools use negative scales of blocks
+        if s.dtype.kind != "f" or not np.isfinite(s).all() or not ((s != 0) if block else (s > 0)).all():
             raise self.fault(n, f"Scale of '{tensor}' must be positive", f"{s.reshape(-1)[:4].tolist()}", "floats > 0")
         own = self.kind(zero) if zero else ""
         kind = kind or own or "uint8"
@@ -341,8 +340,6 @@ class Expansion:
             s = s.reshape(-1)
         s = s.astype(np.float32).reshape(() if one else s.shape)
         z = np.zeros(s.shape, np.int64) if z is None else np.broadcast_to(z.astype(np.int64).reshape(-1), s.size)
-        axis = next((a.i for a in n.attribute if a.name == "axis"), 1)
-        block = next((a.i for a in n.attribute if a.name == "block_size"), 0)
         if rank and not one and not -rank <= axis < rank:
             raise self.fault(n, f"Axis of '{tensor}' does not exist", str(axis), f"{-rank} to {rank - 1}")
         return QParams(kind, s, z.reshape(s.shape), axis % rank if rank else axis, 0 if one else block)
@@ -437,6 +434,13 @@ class Expansion:
         self.nodes.append(helper.make_node("QuantizeLinear", [x], [result], name=result))
         self.codes[result] = self.out.made[result] = numbers
 
+    def quantized_at_run_time(self, x: str, result: str, name: str | None = None) -> str:
+        """Add a quantizer that chooses scale and zero point when it runs; return its result."""
+        name = result if name is None else name
+        self.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [result], name=name))
+        self.dynamic.add(result)
+        return result
+
     def compute(
         self, n: onnx.NodeProto, kind: str, inputs: Sequence[str], result: str, runs: str = "int", **attrs: Any
     ) -> None:
@@ -489,10 +493,10 @@ class Expansion:
         """Compute integers of a constant, such as a Clip behind its quantizer, if they are read as such alone."""
         y, users = n.output[0], self.users.get(n.output[0], ())
         read = bool(users) and all(u.op_type == "DequantizeLinear" or u.output[0] in self.foldable for u in users)
-        to = next((a.i for a in n.attribute if n.op_type == "Cast" and a.name == "to"), 0)
+        to = _attribute(n, "to") if n.op_type == "Cast" else 0
         if not (read and y in self.foldable and (to or n.input[0] in self.initialisers) and len(n.output) == 1):
             return False
-        kind = onnx.TensorProto.DataType.Name(to).lower() if to else self.kind(n.input[0])
+        kind = _type_name(to) if to else self.kind(n.input[0])
         array = self.array(y) if kind in ENDS else None
         if array is None:
             return False
@@ -536,10 +540,19 @@ def _same(a: IntegerConstant, b: IntegerConstant) -> bool:
     return _alike(a.numbers, b.numbers) and a.integers.shape == b.integers.shape
 
 
+def _attribute(n: onnx.NodeProto, name: str, default: int = 0) -> int:
+    """Return an attribute of a node that is an integer."""
+    return next((int(a.i) for a in n.attribute if a.name == name), default)
+
+
+def _type_name(number: int) -> str:
+    """Return the name of a type, such as "uint8", by its number in files."""
+    return str(onnx.TensorProto.DataType.Name(number)).lower()
+
+
 def _weight_axis(n: onnx.NodeProto, rank: int) -> int:
     """Return the axis of a weight's channels in an operator of integers."""
-    turned = any(a.name == "transB" and a.i for a in n.attribute)
-    return 0 if "Conv" in n.op_type or turned else rank - 1
+    return 0 if "Conv" in n.op_type or _attribute(n, "transB") else rank - 1
 
 
 def _operand(n: onnx.NodeProto, k: int) -> str:
@@ -552,9 +565,8 @@ def _operand(n: onnx.NodeProto, k: int) -> str:
 def _of_small_floats(e: Expansion, n: onnx.NodeProto) -> bool:
     """Read a quantizer whose results are floats of 8 bits or less, or their dequantizer, as what it rounds."""
     x, zero = n.input[0], _operand(n, 2)
-    own = next((a.i for a in n.attribute if a.name == "output_dtype"), 0)
     held = e.initialisers.get(zero or x)
-    kind = onnx.TensorProto.DataType.Name(own or (held.data_type if held is not None else 0)).lower()
+    kind = _type_name(_attribute(n, "output_dtype") or (held.data_type if held is not None else 0))
     if x not in e.small_floats and not kind.startswith(("float8", "float4")):
         return False
     if kind != "undefined":  # no zero point: its quantizer has one
@@ -579,8 +591,8 @@ def _quantize(e: Expansion, n: onnx.NodeProto) -> None:
     if _of_small_floats(e, n):
         return None
     x, y = n.input[0], n.output[0]
-    declared = next((a.i for a in n.attribute if a.name == "output_dtype"), 0)
-    kind = onnx.TensorProto.DataType.Name(declared).lower() if declared else ""
+    declared = _attribute(n, "output_dtype")
+    kind = _type_name(declared) if declared else ""
     numbers = e.numbers(n, x, n.input[1], _operand(n, 2), kind)
     array = e.array(x)
     if array is None:
@@ -604,8 +616,7 @@ def _dequantize(e: Expansion, n: onnx.NodeProto) -> None:
 
 
 def _dynamic_quantize(e: Expansion, n: onnx.NodeProto) -> None:
-    e.nodes.append(helper.make_node("DynamicQuantizeLinear", [n.input[0]], [n.output[0]], name=n.name))
-    e.dynamic.add(n.output[0])
+    e.quantized_at_run_time(n.input[0], n.output[0], n.name)
 
 
 def _bias(e: Expansion, n: onnx.NodeProto, name: str, *scales: str) -> str:
@@ -652,7 +663,7 @@ def _element_wise(e: Expansion, n: onnx.NodeProto) -> None:
 
 def _unary(e: Expansion, n: onnx.NodeProto) -> None:
     """QLinearSigmoid, QLinearAveragePool, ...: x with scale and zero point, the result's numbers."""
-    if any(a.name == "channels_last" and a.i for a in n.attribute):
+    if _attribute(n, "channels_last"):
         raise e.unread(n, "its images lie channels last")
     inputs, kind = [e.dequantized(n, n.input[0], n.input[1], _operand(n, 2))], n.op_type.removeprefix("QLinear")
     if kind.startswith("Reduce") and e.opset >= 18:
@@ -702,9 +713,7 @@ def _to_float(e: Expansion, n: onnx.NodeProto) -> None:
 def _dynamic_product(e: Expansion, n: onnx.NodeProto) -> None:
     """DynamicQuantizeMatMul: floats, b with scale and zero point, a float bias."""
     x, w, ws, wz, bias = (_operand(n, k) for k in range(5))
-    q = e.fresh(f"{n.output[0]}/dynamic")
-    e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
-    e.dynamic.add(q)
+    q = e.quantized_at_run_time(x, e.fresh(f"{n.output[0]}/dynamic"))
     _with_bias(e, n, [q, e.dequantized(n, w, ws, wz)], bias)
 
 
@@ -715,7 +724,7 @@ def _scaled_constant(e: Expansion, n: onnx.NodeProto) -> bool:
         return False
     cast = n if n.op_type == "Cast" else e.only_user(n.output[0], "Cast")
     mul = None if cast is None else e.only_user(cast.output[0], "Mul")
-    if cast is None or mul is None or next(a.i for a in cast.attribute if a.name == "to") != onnx.TensorProto.FLOAT:
+    if cast is None or mul is None or _attribute(cast, "to") != onnx.TensorProto.FLOAT:
         return False
     integers, scale = e.array(name), e.array(next(i for i in mul.input if i != cast.output[0]))
     along = [] if scale is None else [k for k in range(-scale.ndim, 0) if scale.shape[k] > 1]
@@ -783,10 +792,8 @@ def _product_in_blocks(e: Expansion, n: onnx.NodeProto) -> None:
     turned = QParams(numbers.kind, numbers.scale.T, numbers.zero.T, 0, numbers.block)
     w, x = e.enter(IntegerConstant(codes.name, codes.integers.T, turned)), n.input[0]
     if a.get("accuracy_level") == 4:
-        q = e.fresh(f"{n.output[0]}/dynamic")
-        e.nodes.append(helper.make_node("DynamicQuantizeLinear", [x], [q], name=q))
-        e.out.rounded[q] = {"qmin": -127, "qmax": 127, "affine": False, "per": "block", "block": numbers.block}
-        x = q
+        x = e.quantized_at_run_time(x, e.fresh(f"{n.output[0]}/dynamic"))
+        e.out.rounded[x] = {"qmin": -127, "qmax": 127, "affine": False, "per": "block", "block": numbers.block}
     _with_bias(e, n, [x, w], _operand(n, 5))
 
 
