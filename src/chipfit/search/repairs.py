@@ -51,6 +51,8 @@ _LEAST, _MOST = 2, 128
 _ROUNDS, _CHEAP = 4, 0.05
 #: the first layers are made more precise together if they have at most this share
 _FRONT = 0.1
+#: weights are fitted to their inputs unless the loss falls by this with activations in float [dB]
+_FITTED_DB = 10.0
 #: stages of repairs, in the order in which they are tried
 _STAGES = ("adapt", "rewrite")
 
@@ -141,7 +143,7 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
         tries: repairs are tried where rounding does not explain the loss, and a warning is given where none helps.
         open_rule: the user names no range rule: ranges without clipping and more precise layers are tried, too.
     """
-    samples, start = few_samples(d, data.samples), d
+    samples = few_samples(d, data.samples)
     if samples is None:
         return _without_captured(d)
     d = replace(d, samples=samples)
@@ -162,14 +164,23 @@ def improved(d: Decision, data: CalibrationData, *, tries: bool, open_rule: bool
         d, found = with_precise_layers(d, found, rounded)
     merit = Merit.of(reference, plan_of(d), found.errors)
     if tries and merit.doubtful:
-        in_float = _with_either_in_float(d, reference, rounded)
-        if in_float["weights"] > in_float["activations"] and not data.read_once:
-            d = with_fitted_weights(d, found, data.batches(d.graph))
-        if d.settings.rounding == start.settings.rounding:
-            ratios = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
-            doubt = f"warning: rounding loses more than the bits explain: {ratios}{_where_lost(d, in_float)}"
-            d = replace(d, rewrites=(*d.rewrites, doubt))
+        d = _doubted(d, merit, found, data, rounded)
     return replace(_without_captured(d), provenance={**d.provenance, "merit": merit.to_record()}, measured=found)
+
+
+def _doubted(
+    d: Decision, merit: Merit, found: MeasuredBiases, data: CalibrationData, rounded: RoundedWeights
+) -> Decision:
+    """Return a decision that loses more than rounding explains with weights that are fitted, or with a warning."""
+    in_float = _with_either_in_float(d, found.reference, rounded)
+    if in_float["activations"] < merit.sqnr_db + _FITTED_DB and not data.read_once:
+        d, fitted = with_fitted_weights(d, found, data.batches(d.graph))
+        merit = fitted or merit
+    if not merit.doubtful:
+        return d
+    ratios = f"the outputs have {merit.sqnr_db:.1f} dB, {merit.expected_db:.1f} dB are expected"
+    doubt = f"warning: rounding loses more than the bits explain: {ratios}{_where_lost(d, in_float)}"
+    return replace(d, rewrites=(*d.rewrites, doubt))
 
 
 def _with_either_in_float(d: Decision, reference: MeanReference, rounded: RoundedWeights) -> dict[str, float]:
@@ -264,7 +275,7 @@ def with_precise_layers(
     return d, before
 
 
-def with_fitted_weights(d: Decision, found: MeasuredBiases, read: steps.Batches) -> Decision:
+def with_fitted_weights(d: Decision, found: MeasuredBiases, read: steps.Batches) -> tuple[Decision, Merit | None]:
     """Return the decision with a rounding method that fits weights to their inputs, where held-out samples gain; noted.
 
     The method is that of weights of few bits; it rounds the weights of the plan later, with all samples.
@@ -272,32 +283,35 @@ def with_fitted_weights(d: Decision, found: MeasuredBiases, read: steps.Batches)
     Args:
         found: errors and biases of weights that are rounded to the nearest quantized value.
         read: batches of graph inputs.
+
+    Returns:
+        The decision, and the merit on held-out samples if they gain.
     """
     resolved, _ = trial_settings(d)
     method = default_method([1], name_of(d.rules.weight_rule))
     fit, held = split_holdout(limit_samples(read, SAMPLES))
     if d.settings.rounding is not None or method is None or not biases_move(resolved) or not held:
-        return d
+        return d, None
     reference, plan = Reference(d.graph, held), plan_of(d)
     settings = Settings(**{**d.settings.to_record(), "rounding": method})
     try:
-        graph, fitted, stopped = steps.correct(d.graph, plan, d.stats, fit, partial(scales_of, d), settings)
+        graph, rounded, stopped = steps.correct(d.graph, plan, d.stats, fit, partial(scales_of, d), settings)
     except ChipfitError:  # a setting of the user excludes it
-        return d
+        return d, None
     if stopped:
         raise KeyboardInterrupt
     was = reference.errors(found.applied(d.graph) if found.improves else d.graph, plan).sqnr_db
-    now = reference.errors(graph, fitted).sqnr_db
-    gains = now >= was + GAIN_DB
-    ratios = f"outputs have {now:.1f} dB, {was:.1f} dB without"
+    merit = Merit.of(reference, rounded, reference.errors(graph, rounded))
+    gains = merit.sqnr_db >= was + GAIN_DB
+    ratios = f"outputs have {merit.sqnr_db:.1f} dB, {was:.1f} dB without"
     said = "taken" if gains else "not taken"
-    note = f"rounding={method!r} {said}: on {count_samples(held)} held-out samples {ratios}"
+    note = f"rounding={method!r} {said}: on {merit.samples} held-out samples {ratios}"
     d = replace(d, rewrites=(*d.rewrites, note))
     if not gains:
-        return d
+        return d, None
     record = {**d.provenance.get("settings", {}), "steps": settings.to_record()}
     start = replace(d.calibrated, settings=settings) if d.calibrated is not None else None  # edits follow it, too
-    return replace(d, settings=settings, calibrated=start, provenance={**d.provenance, "settings": record})
+    return replace(d, settings=settings, calibrated=start, provenance={**d.provenance, "settings": record}), merit
 
 
 def found_biases(d: Decision, plan: Plan) -> MeasuredBiases | None:
