@@ -23,3 +23,12 @@ def test_a_linear_layer_of_one_axis_gives_one_axis(platform, file, tmp_path):
     result = quantized(mlp(6, 8, 3), data, platform)
     result.export(tmp_path / file)
     assert result.verify([data[0]]).exact
+
+
+def test_microcontrollers_slice_tensors_of_many_axes():
+    def forward(m, x):
+        x = x.unflatten(1, (2, -1))
+        return m.a(x[:, -1]), m.a(x[..., ::2][:, 0])
+
+    result = quantized(model_of(forward, a=nn.Conv2d(3, 4, 3, padding=1)), randn(4, 6, 6, 6), "tflm_cmsis_nn")
+    assert result.verify([randn(2, 6, 6, 6, seed=1)]).exact

@@ -650,20 +650,37 @@ def _expand(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
     w.op("TILE", [x, w.ints(*(q // p for p, q in zip(a, b, strict=True)))], y)
 
 
+#: axes of tensors that microcontrollers slice
+_MOST_SLICED = 4
+
+
 def _slice(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    """Write a STRIDED_SLICE, on microcontrollers between two RESHAPEs if there are many axes."""
     rank, axis, select = len(w.shape(n.data)), _axis(w, n, n.data), n.op == "Select"
     if select:  # one element, whatever the end is, of an axis that is dropped
         start, end, step = n.attrs["index"], None, 1
     else:
         start, end, step = n.attrs["start"], n.attrs["end"], n.attrs["step"]
+    x, out, shape, sizes = w.read(n.data), y, w.shape(n.data), w.open_shape(n.data)
+    merges = w.short and rank > _MOST_SLICED and -1 not in sizes[axis:]
+    if merges:  # [before, axis, after]
+        whole, after = x, math.prod(shape[axis + 1 :])
+        x, part = (
+            w.temporary((math.prod(shape[:axis]), k, after), y[0])
+            for k in (shape[axis], 1 if select else w.shape(n.output)[axis])
+        )
+        _reshape(w, whole, [-1 if -1 in sizes else math.prod(shape[:axis]), shape[axis], after], x)
+        rank, axis, select, y = 3, 1, False, [part]
+        end = end if end is not None or n.op != "Select" else start + 1 or None
     bounds = [[0] * rank, [0] * rank, [1] * rank]
     for ends, value in zip(bounds, (start, end or 0, step)):
         ends[axis] = value
     one = 1 << axis
     others = (1 << rank) - 1 - one
     masks = {"beginMask": others, "endMask": others | (one if end is None else 0)}
-    ins = [w.read(n.data), *(w.ints(*ends) for ends in bounds)]
-    w.op(w.kind, ins, y, **masks, shrinkAxisMask=one if select else 0)
+    w.op(w.kind, [x, *(w.ints(*ends) for ends in bounds)], y, **masks, shrinkAxisMask=one if select else 0)
+    if merges:
+        _reshape(w, y[0], w.open_shape(n.output), out[0])
 
 
 def _gather(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
