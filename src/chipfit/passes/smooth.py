@@ -129,9 +129,10 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
             notes.append(f"'{site.node.display_name}' is not smoothed: {why}")
             continue
         weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in site.layers]
+        widest = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
         if isinstance(alpha, str):
             error = PredictedError(assignment, site, weights, known.count, channels)
-            s = min((_scales(channels, weights, a) for a in _SHARES), key=error)
+            s = min((_scales(channels, widest, a) for a in _SHARES), key=error)
             before, after = error(torch.ones_like(s)), error(s)
             if after * _GAIN > before or before - after < _WORTH * error.power * site.multiplied:
                 why = f"it would take {before:.3g} of error to {after:.3g}"
@@ -139,7 +140,7 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
                 continue
             predicted = f": predicted error {after:.3g}, {before:.3g} without"
         else:
-            s, predicted = _scales(channels, weights, alpha), ""
+            s, predicted = _scales(channels, widest, alpha), ""
         changed = [v for v in _scale(graph, site, s) if v in stats or site.multiplied]
         matters = torch.cat(weights).mul(s).square().sum(0).float()
         stats |= {v: replace(known.by_channel(0.0, 1 / s), name=v, error_weights=matters) for v in changed}
@@ -171,9 +172,8 @@ def _on_grid(assignment: Assignment, site: _Site) -> bool:
     return stored and (assignment.nodes[name].exec == "float" or "whole" in assignment.modes.get(name, ()))
 
 
-def _scales(channels: Channels, weights: Sequence[torch.Tensor], alpha: float) -> torch.Tensor:
-    """Return s of equation 4, [C]; weights are [O, C] each."""
-    widest = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
+def _scales(channels: Channels, widest: torch.Tensor, alpha: float) -> torch.Tensor:
+    """Return s of equation 4, [C], from the largest |weight| that reads each channel, [C]."""
     live = (channels.peak > 0) & (widest > 0)
     return torch.where(live, channels.peak**alpha / torch.where(live, widest, 1.0) ** (1 - alpha), 1.0)
 
@@ -189,8 +189,13 @@ class PredictedError:
     ) -> None:
         """Args: weights: [O, C] of each layer. count: of numbers in calibration."""
         assert channels.squares is not None, "`with_channels` adds them"
-        self.grid, self.weights = assignment.tensors[site.value].format, weights
-        self.slots = [assignment.tensors[n.weight] for n in site.layers]
+        self.grid = assignment.tensors[site.value].format
+        #: of each layer, how its weight is stored, |weight|, [O, C] or [1, C] for one scale, and its square, [C]
+        self.layers = []
+        for n, w in zip(site.layers, weights, strict=True):
+            slot, size = assignment.tensors[n.weight], w.abs()
+            rows = size.amax(0, keepdim=True) if slot.axis is None else size
+            self.layers.append((slot, rows, w.square().sum(0), len(w)))
         self.low, self.high = channels.low, channels.high
         self.squares = channels.squares * (len(channels.low) / count)
         #: mean square of the layers' results, if channels are independent
@@ -202,9 +207,7 @@ class PredictedError:
         data = (span / (2**self.grid.bits - 1)) ** 2
         power = (self.squares / s.square()).sum()
         total = 0.0
-        for w, slot in zip(self.weights, self.slots, strict=True):
-            scaled = w * s
-            peak = scaled.abs().amax() if slot.axis is None else scaled.abs().amax(1)
-            steps = (2 * peak / (2**slot.format.bits - 1)).square().expand(len(w))
-            total += float(data * scaled.square().sum() + power * steps.sum()) / 12
+        for slot, size, energy, count in self.layers:
+            steps = (2 * (size * s).amax(1) / (2**slot.format.bits - 1)).square().expand(count)
+            total += float(data * (energy * s.square()).sum() + power * steps.sum()) / 12
         return total
