@@ -43,10 +43,18 @@ def padding(*pairs, mode="constant", value=0.0) -> dict[str, Any]:
     return {"padding": pairs, "mode": mode, "value": value}
 
 
+def detections(**more) -> dict[str, Any]:
+    """Attributes that differ from those of the table's case, with a background before the classes."""
+    scales = {"y_scale": 10.0, "x_scale": 8.0, "h_scale": 5.0, "w_scale": 4.0}
+    limits = {"max_detections": 5, "nms_score_threshold": 0.5, "nms_iou_threshold": 0.5, "num_classes": 3}
+    return made("DetectionPostProcess")[0].attrs | scales | limits | more
+
+
 AROUND, TOP, ASKEW, WIDE = ((1, 1), (1, 1)), ((1, 1), (0, 0)), ((0, 1), (1, 1)), ((1, 1), (2, 2))
 BEYOND = {"stride": (2,), "dilation": (2,), "output_padding": (1,)}
 MORE = {"output_padding": (2, 1)}  # behind the last window
 FAR = {"stride": (3, 3), "padding": AROUND, "output_padding": (2, 2)}
+DETECTED, BOXES = "DetectionPostProcess", [(1, 9, 6), (1, 9, 4), (9, 4)]
 VOLUME = {"stride": (2, 1, 2), "padding": (*TOP, (1, 1)), "dilation": (1, 2, 1), "output_padding": (0, 0, 1)}
 #: name -> operator, shapes of its operands, attributes
 CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
@@ -208,6 +216,9 @@ CASES: dict[str, tuple[str, list[tuple], dict[str, Any]]] = {
     "softplus": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 3.0}),
     "softplus without an end": ("Softplus", [(2, 30)], {"beta": 2.0, "threshold": 99.0}),
     "to integers": ("Cast", [(2, 3)], {"dtype": "int64"}),
+    "detections of two classes": (DETECTED, BOXES, detections(max_classes_per_detection=2)),
+    "detections by class": (DETECTED, BOXES, detections(use_regular_nms=True, detections_per_class=4)),
+    "fewer detections": (DETECTED, BOXES, detections(use_regular_nms=True, max_detections=26, nms_score_threshold=1.5)),
     "elu": ("Elu", [I], {"alpha": 0.6}),
 }
 
@@ -227,6 +238,8 @@ def operands(name: str) -> tuple[Node, list[torch.Tensor | None]]:
     op, shapes, attrs = CASES[name]
     generator = torch.Generator().manual_seed(len(name))
     tensors = [None if s is None else drawn(s, generator) for s in shapes]
+    if op == DETECTED:
+        tensors = [x.abs() for x in tensors]
     if op == "BatchNorm":
         tensors[4] = tensors[4].abs() + 0.1
     return Node("n", op, tuple(None if x is None else f"x{k}" for k, x in enumerate(tensors)), ("y",), attrs), tensors

@@ -63,6 +63,19 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     **{op: ([IMAGE], REDUCE) for op in ("Mean", "Sum", "ReduceL2", "ReduceMax", "ReduceMin", "ReduceProd")},
     "ArgMax": ([IMAGE], {"axis": 1, "keepdims": True}),
     "ArgMin": ([IMAGE], {"axis": 1, "keepdims": True}),
+    "DetectionPostProcess": (
+        [(1, 9, 4), (1, 9, 4), (9, 4)],
+        {
+            "max_detections": 3,
+            "max_classes_per_detection": 1,
+            "detections_per_class": 2,
+            "use_regular_nms": False,
+            "nms_score_threshold": 0.1,
+            "nms_iou_threshold": 0.75,
+            "num_classes": 4,
+            **{f"{axis}_scale": 1.0 for axis in "yxhw"},
+        },
+    ),
     "TopK": ([IMAGE], {"k": 2, "axis": 1, "largest": True}),
     "Pad": ([IMAGE], {"padding": ((0, 0), (1, 0), (1, 1), (0, 2)), "mode": "constant", "value": 0.0}),
     "Reshape": ([IMAGE], {"shape": (2, -1)}),
@@ -90,7 +103,7 @@ CASES: dict[str, tuple[list[tuple], dict]] = {
     **{op: ([(*IMAGE, BOOL)] * 2, {}) for op in ("LogicalAnd", "LogicalOr")},
     "LogicalNot": ([(*IMAGE, BOOL)], {}),
 }
-POSITIVE = {"Log", "Sqrt", "Rsqrt", "Pow"}
+POSITIVE = {"Log", "Sqrt", "Rsqrt", "Pow", "DetectionPostProcess"}
 #: operators of numbers in [-1, 1], and from 1 on
 SINES, ABOVE_ONE = {"Asin", "Acos", "Atanh"}, {"Acosh"}
 

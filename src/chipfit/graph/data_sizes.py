@@ -15,7 +15,7 @@ def sized_by_data(graph: Graph) -> set[str]:
 
 def _chooses_size(graph: Graph, n: Node) -> bool:
     masked = any(i in graph.values and graph.values[i].dtype == "bool" for i in n.inputs)
-    return n.called in SIZED_BY_DATA or (n.called in SIZED_BY_MASK and masked)
+    return n.facts.selects or n.called in SIZED_BY_DATA or (n.called in SIZED_BY_MASK and masked)
 
 
 def with_comparable_outputs(graph: Graph) -> Graph:

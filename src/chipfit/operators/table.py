@@ -73,6 +73,7 @@ class OpDef:
     norm: str = ""
     gate: str = ""  #: operator f if it is x f(x)
     extreme: bool = False  #: it finds the greatest or least number along axes, or its index: others have no influence
+    selects: bool = False  #: its results are a selection in an order of its own, which float and quantized do not share
     recurrent: bool = False  #: a layer with states, over all steps of a sequence or one step
     pole: bool = False  #: its result is infinite where its last operand is 0
     root: bool = False  #: its slope is infinite where its operand is 0, and its result is not

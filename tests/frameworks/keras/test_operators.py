@@ -22,7 +22,7 @@ from tests.keras_zoo import on_others, randomize  # noqa: E402
 #: operator -> why no Keras model is read as it
 NOT_READ = {
     "InstanceNorm": "Keras has no such layer",
-    **dict.fromkeys(("SVDF", "SquaredDifference"), "TensorFlow Lite's own"),
+    **dict.fromkeys(("DetectionPostProcess", "SVDF", "SquaredDifference"), "TensorFlow Lite's own"),
     "Curve": "made by a pass from several operators",
     "DynamicQuantize": "put in where a kernel rounds what it reads",
     "Requantize": "put in where a plan wants another grid",
@@ -35,7 +35,7 @@ NOT_READ = {
     "GridSample": "Keras has no such layer",
 }
 #: operators that no graph of a Keras model holds, and no Keras model computes
-NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "ChannelShuffle", "GridSample", "SVDF"}
+NO_LOWERING = {"AdaptiveAvgPool", "AdaptiveMaxPool", "ChannelShuffle", "DetectionPostProcess", "GridSample", "SVDF"}
 #: first expressions of each class that is read
 EXPRESSIONS = {" ".join(key): cases[0] for key, cases in CASES.items()}
 READ = set()  #: operators of their graphs

@@ -15,6 +15,7 @@ from chipfit.errors import CaptureError, DataError
 from chipfit.export import export
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks.torch.capture import capture as capture_torch
+from chipfit.graph.ir import Node, Value
 from chipfit.operators.table import OPS
 from chipfit.passes.fold_constants import fold_constants
 from chipfit.plan.record import NodePlan, Plan
@@ -185,6 +186,26 @@ def test_a_quantized_file_is_refused_and_can_be_quantized_again(network, images,
         capture(chipfit.load_model(file, requantize=True), (torch.zeros(1, 16, 16, 3, dtype=torch.int8),))
     with pytest.raises(CaptureError, match="can be quantized again"):
         chipfit.load_model(network, requantize=True)
+
+
+@pytest.mark.parametrize("name", ["DetectionPostProcess", "detections by class"])
+def test_a_file_that_ends_in_detections_is_quantized_up_to_boxes_and_scores(name, tmp_path):
+    graph, given, _ = alone(name)
+    n = graph.nodes[0]
+    boxes, scores, anchors = n.inputs
+    layers = [Node(f"l{k}", "Linear", ("x", f"w{k}", None), (y,), {}) for k, y in enumerate((boxes, scores))]
+    graph.nodes[:0], graph.inputs = layers, ["x"]
+    graph.weights |= {anchors: given[2].abs(), "w0": 0.1 * torch.randn(given[0].shape[-1], 5), "w1": torch.randn(4, 5)}
+    graph.values["x"] = Value("x", (1, 9, 5))
+    del graph.values[anchors]
+    file, data = export_tflite(graph, None, tmp_path / "m.tflite"), [torch.rand(1, 9, 5) for _ in range(6)]
+    for platform, runtime in (("tflite_int8", ".tflite"), ("ort_cpu", ".onnx")):
+        result = chipfit.quantize(file, data, platform=platform, progress=False)
+        result.export(tmp_path / f"q{runtime}")
+        assert result.verify(data).exact
+        assert {p.exec for p in result.plan.nodes.values() if p.op == "Linear"} == {"int"}
+        assert not {n.name, *n.outputs} & {*result.similarity(data).layers}
+        assert chipfit.load(result.save(tmp_path / platform)).verify(data).exact
 
 
 # ---------------------------------------------------------------- files of TensorFlow's converter

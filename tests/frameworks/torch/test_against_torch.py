@@ -524,7 +524,7 @@ NEVER = {
     "DynamicQuantize": "inserted by `decide`, in front of kernels that quantize their own input",
     "Requantize": "inserted by `decide`, where a tensor changes its grid",
     "L2Norm": "made of its parts by `passes.unit_length`, on chips that have it",
-    "SVDF": "TensorFlow Lite's own; its files are read",
+    **dict.fromkeys(("DetectionPostProcess", "SVDF"), "TensorFlow Lite's own; its files are read"),
     "SquaredDifference": "TensorFlow Lite's own; its files are read",
     "Identity": "torch.export leaves no identities; other readers keep them",
 }

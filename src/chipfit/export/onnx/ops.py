@@ -317,6 +317,66 @@ def _top_k(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
     return w.op_many("TopK", [x[0], count], 2, axis=axis, largest=int(n.attrs["largest"]), sorted=1)
 
 
+def _detections(w: OnnxBuilder, n: Node, x: Names) -> list[str]:
+    """Write detections: decoded boxes, NonMaxSuppression, and the best of what it selects in order of the scores.
+
+    Corners are [N, B, 4], scores [N, C, B] with one score for each box where classes do not have selections of their
+    own. Places in the result beyond the last detection hold 0.
+    """
+    a, boxes, classes = n.attrs, w.shape(n)[1] or 0, w.shape(n, "in1")[2] or 0
+    most, each = a["max_detections"], a["detections_per_class"] if a["use_regular_nms"] else a["max_detections"]
+    least = boxes * (a["num_classes"] if a["use_regular_nms"] else 1)
+    require(n, classes and least >= most, f"it has fewer than {most} boxes, or an open number")
+
+    def part(data: str, start: int, end: int) -> str:
+        return w.op("Slice", [data, *(w.const(_ints(k)) for k in (start, end, -1))])
+
+    def picked(data: str) -> str:
+        chosen = w.op("GatherND", [data, w.op("Unsqueeze", [box, w.const(_ints(-1))])], batch_dims=1)
+        return w.op(
+            "Mul", [w.op("Cast", [chosen], to=tensor_type("float32")), w.op("Unsqueeze", [found, w.const(_ints(-1))])]
+        )
+
+    scale = w.const(np.array([a[f"{axis}_scale"] for axis in "yxhw"], np.float32))
+    parts, place, size = w.op("Div", [part(x[0], 0, 4), scale]), part(x[2], 0, 2), part(x[2], 2, 4)
+    center = w.op("Add", [w.op("Mul", [part(parts, 0, 2), size]), place])
+    extent = w.op("Mul", [w.op("Exp", [part(parts, 2, 4)]), size])
+    half = w.op("Mul", [extent, w.const(np.float32(0.5))])
+    corners = w.op("Concat", [w.op("Sub", [center, half]), w.op("Add", [center, half])], axis=-1)
+    scores = part(x[1], classes - a["num_classes"], classes)
+    if not a["use_regular_nms"]:
+        several = min(a["max_classes_per_detection"], a["num_classes"])
+        ordered, labels = w.op_many("TopK", [scores, w.const(_ints(several))], 2, axis=-1)
+        scores = part(ordered, 0, 1)
+    scores = w.op("Transpose", [scores], perm=[0, 2, 1])
+    limit = np.nextafter(np.float32(a["nms_score_threshold"]), np.float32(-np.inf))  # it is kept, and would not be
+    limits = [
+        w.const(_ints(min(each, most))),
+        w.const(np.array([a["nms_iou_threshold"]], np.float32)),
+        w.const(limit[None]),
+    ]
+    chosen = w.op("NonMaxSuppression", [corners, scores, *limits])
+    nothing = w.op("Expand", [w.const(np.float32(-np.inf)), w.op("Shape", [scores])])
+    kept = w.op("ScatterND", [nothing, chosen, w.op("GatherND", [scores, chosen])])
+    flat = w.op("Reshape", [kept, w.const(_ints(0, -1))])
+    values, at = w.op_many("TopK", [flat, w.const(_ints(most))], 2, axis=-1)
+    number, count = tensor_type("float32"), w.const(np.float32(boxes))
+    is_none = w.op("Equal", [values, w.const(np.float32(-np.inf))])
+    found, at = w.op("Cast", [w.op("Not", [is_none])], to=number), w.op("Cast", [at], to=number)
+    label = w.op("Floor", [w.op("Div", [at, count])])
+    box = w.op("Cast", [w.op("Sub", [at, w.op("Mul", [label, count])])], to=tensor_type("int64"))
+    results = [picked(corners), w.op("Mul", [label, found])]
+    results.append(w.op("Where", [is_none, w.const(np.float32(0)), values]))
+    if not a["use_regular_nms"]:
+        repeat = a["max_classes_per_detection"]
+        ends = w.const(_ints(0, 0, 0, 0, 0, repeat - several))
+        labels, ordered = (w.op("Pad", [picked(y), ends]) for y in (labels, ordered))
+        results[1:] = (w.op("Reshape", [y, w.const(_ints(0, -1))]) for y in (labels, ordered))
+        rows = w.const(np.repeat(np.arange(most), repeat))
+        results[0] = w.op("Gather", [results[0], rows], axis=1)
+    return [*results, w.op("ReduceSum", [found], axes=[1], keepdims=0)]
+
+
 def _pad(w: OnnxBuilder, n: Node, x: Names) -> str:
     mode = {"constant": "constant", "reflect": "reflect", "replicate": "edge"}[n.attrs["mode"]]
     ends = w.const(_ints(*onnx_attribute(n.attrs["padding"])))
@@ -395,6 +455,7 @@ def _size_of(w: OnnxBuilder, n: Node, x: Names) -> str:
 _BY_NAME = by_name(
     *(_conv, _dynamic_quantize, _linear, _mat_mul, _pool, _batch_norm, _layer_norm, _instance_norm, _group_norm),
     *(_prelu, _softmax, _cast, _stack, _embedding, _arg_max, _top_k, _pad, _squeeze, _expand, _mod, _roll, _tile),
+    _detections,
     *(_resize, _grid_sample, _size_of, recurrent),
 )
 _CONDITIONS: dict[str, Callable[[Node], bool]] = {

@@ -15,6 +15,11 @@ def keeps_states(graph: Graph, node: Node) -> bool:
     return node.op == "LSTM" and states.keeps_states(graph, node)
 
 
+def takes_one_sample(node: Node) -> bool:
+    """Return whether the kernel of a node computes one sample only."""
+    return node.op == "DetectionPostProcess"
+
+
 def fixed_batch_size(graph: Graph, plan: Plan) -> int | None:
     """Return the batch size of a file if the user gave none; None if the batch stays open.
 
@@ -22,5 +27,5 @@ def fixed_batch_size(graph: Graph, plan: Plan) -> int | None:
     tensors of one size.
     """
     kinds = (n.facts.kind for n in graph.nodes)
-    fixed = any(depends_on_batch(n) or keeps_states(graph, n) for n in graph.nodes)
+    fixed = any(depends_on_batch(n) or keeps_states(graph, n) or takes_one_sample(n) for n in graph.nodes)
     return 1 if "transposed" in kinds or fixed else None

@@ -220,15 +220,27 @@ class File:
             self._buffers.append(_Buffer(data))
         return self._by_bytes[data]
 
+    def custom_op(self, code: str, inputs: Sequence[int], outputs: Sequence[int], options: bytes) -> None:
+        """Add an operator that the schema does not have, with options in a form of its own."""
+        o = schema.OperatorT()
+        o.opcodeIndex = self._add_code(schema.BuiltinOperator.CUSTOM, 1, code.encode())
+        o.inputs, o.outputs = np.array(inputs, np.int32), np.array(outputs, np.int32)
+        o.customOptions = np.frombuffer(options, np.uint8)
+        self.operators.append(o)
+
     def _code(self, kind: str, inputs: Sequence[int], outputs: Sequence[int], options: Mapping[str, Any]) -> int:
         """Return the index of an operator code, in the least version that these tensors and options need."""
         ins, outs = ([self.tensors[t] for t in ids if t >= 0] for ids in (inputs, outputs))
-        number, version = getattr(schema.BuiltinOperator, kind), least_version(_VERSIONS, kind, ins, outs, options)
+        version = least_version(_VERSIONS, kind, ins, outs, options)
+        return self._add_code(getattr(schema.BuiltinOperator, kind), version)
+
+    def _add_code(self, number: int, version: int, custom: bytes | None = None) -> int:
         for k, c in enumerate(self._codes):
-            if (c.builtinCode, c.version) == (number, version):
+            if (c.builtinCode, c.version, c.customCode) == (number, version, custom):
                 return k
         c = schema.OperatorCodeT()
         c.builtinCode, c.deprecatedBuiltinCode, c.version = number, min(number, 127), version
+        c.customCode = custom
         self._codes.append(c)
         return len(self._codes) - 1
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from ai_edge_litert import schema_py_generated as schema
+from flatbuffers import flexbuffers
 
 from chipfit.engine.curve_table import table_of
 from chipfit.export.tflite.builder import TfliteBuilder
@@ -556,6 +557,11 @@ def _least(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
         _change_type(w, least, y[0])
 
 
+def _detections(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
+    w.require(n, w.shape(n.data)[0] == 1, "its kernel takes one sample: write it with batch=1")
+    w.custom_op(w.kind, w.reads(n), y, bytes(flexbuffers.Dumps(dict(n.attrs))))
+
+
 def _top_k(w: TfliteBuilder, n: Node, y: Sequence[int], data: int | None = None) -> None:
     """Write TOPK_V2, which looks for the largest along the last axis and has indices of 32 bits.
 
@@ -766,7 +772,7 @@ def _shuffle(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:
 _FUNCTIONS = by_name(
     *(_plain, _conv, _transpose_conv, _dynamic_quantize, _linear, _mat_mul, _prelu, _attention, _binary),
     *(_hard_sigmoid, _leaky_relu, _elu, _gelu, _curve, _clamp, _softmax, _cast, _pool, _reduce, _sum),
-    *(_arg_max, _cum_sum, _top_k, _join),
+    *(_arg_max, _cum_sum, _top_k, _join, _detections),
     *(_unstack, _split, _as_shape, _requantize, _transpose, _expand, _slice, _gather, _gather_elements, _pad),
     *(_resize, _depth, _shuffle, lstm),
 )

@@ -133,6 +133,7 @@ class Operator:
             [int(i) for i in (ids if ids is not None else ())] for ids in (table.inputs, table.outputs)
         )
         self.intermediates = [int(i) for i in (table.intermediates if table.intermediates is not None else ())]
+        self.custom_options = bytes(table.customOptions if table.customOptions is not None else b"")
         self._options = table.builtinOptions
         for name, value in vars(self._options or object.__new__(schema.AddOptionsT)).items():
             if isinstance(value, np.ndarray):

@@ -241,7 +241,7 @@ class _QuantizedReading(Reading):
             return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="int", group=group[-1] if group else "")
         held = all(i in self.stored for i in data) or fused
         if not held or (graph.is_float(out) and out not in self.stored):
-            weights = any(self.stored[i].role == "weight" for i in n.inputs if i in self.stored)
+            weights = n.facts.weighted and any(self.stored[i].role == "weight" for i in n.inputs if i in self.stored)
             why = "the file has floats here" + (", which its kernel may quantize at run time" if weights else "")
             return NodePlan(name=n.name, op=n.op, layer=n.layer, exec="float", why=why)
         first = self.stored.get(data[0]) if data else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from flatbuffers import flexbuffers
 
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, short_message
@@ -195,7 +196,6 @@ def _read_by(op: Operator) -> list[int]:
 _SOURCE = "start from the model that the file was converted from"
 #: operator without a reader -> the hint of the error
 _WITHOUT = {
-    "TFLite_Detection_PostProcess": f"{_SOURCE}, up to boxes and scores; the boxes are selected behind the network",
     "RFFT2D": f"{_SOURCE}, behind its Fourier transform; give it spectra",
 }
 
@@ -574,6 +574,20 @@ def _top_k(c: Call) -> list[Value]:
     values, index = c.parts(c.canonical, [x], outs, c.name, k=k, axis=len(x.shape) - 1, largest=True)
     kind, name = c.out[1].dtype, c.out[1].name
     return [values, c.part("Cast", [index], index.shape, kind=kind, called=name, dtype=kind)]
+
+
+#: options of the detections' operator that may be left out, as in old files -> their value then
+_LEFT_OUT = {"detections_per_class": 100, "use_regular_nms": False}
+
+
+@reads("TFLite_Detection_PostProcess")
+def _detections(c: Call) -> list[Value]:
+    given = _LEFT_OUT | dict(flexbuffers.Loads(c.op.custom_options))
+    attrs: dict[str, Any] = {name: given[name] for name in OPS[c.canonical].attrs}
+    size = attrs["max_detections"] * (1 if attrs["use_regular_nms"] else attrs["max_classes_per_detection"])
+    require(size == c.shape()[1], f"its results do not have {size} detections")
+    outs = [(c.shape(k), t.dtype) for k, t in enumerate(c.out)]
+    return c.parts(c.canonical, [c.operand(k) for k in range(3)], outs, c.name, **attrs)
 
 
 # ---------------------------------------------------------------- what moves numbers
