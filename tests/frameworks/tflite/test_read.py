@@ -188,6 +188,25 @@ def test_a_quantized_file_is_refused_and_can_be_quantized_again(network, images,
         chipfit.load_model(network, requantize=True)
 
 
+def test_rectifiers_that_old_converters_left_to_the_ends_of_integers_are_read_where_they_are_quantized_again(tmp_path):
+    """Integers from 0 to 6 clip as ReLU6 does; converters of TensorFlow 1 removed the activation beside them."""
+    images = [5 * torch.randn(4, 3, 6, 6) for _ in range(4)]
+    model = sequential(nn.Conv2d(3, 4, 3), nn.ReLU6(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    file = chipfit.quantize(model, images, platform="tflite_int8", progress=False).export(tmp_path / "q.tflite")
+    made = TfliteModel(file)
+    with made.content.opened():
+        table = made.table()
+        for op in table.subgraphs[0].operators:
+            if hasattr(op.builtinOptions, "fusedActivationFunction"):
+                op.builtinOptions.fusedActivationFunction = 0
+        (tmp_path / "old.tflite").write_bytes(packed(table))
+    x = images[0].permute(0, 2, 3, 1)
+    graphs = [capture(chipfit.load_model(tmp_path / f"{f}.tflite", requantize=True), (x,)) for f in ("q", "old")]
+    assert [n.op for n in graphs[1].nodes] == [n.op for n in graphs[0].nodes]
+    want, got = (run(g, [x], keep=g.outputs)[g.outputs[0]] for g in graphs)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("name", ["DetectionPostProcess", "detections by class"])
 def test_a_file_that_ends_in_detections_is_quantized_up_to_boxes_and_scores(name, tmp_path):
     graph, given, _ = alone(name)

@@ -32,6 +32,8 @@ PLAIN: dict[str, None] = {}
 _FUSED = {1: "RELU", 2: "RELU_N1_TO_1", 3: "RELU6", 4: "TANH"}
 #: operators of the schema that clip -> bounds
 _CLIPS: dict[str, dict[str, Any]] = {"RELU_N1_TO_1": {"min": -1.0, "max": 1.0}, "RELU_0_TO_1": {"min": 0.0, "max": 1.0}}
+#: operators whose results a converter may have left to clip to their integers
+_SATURATING = "CONV_2D DEPTHWISE_CONV_2D TRANSPOSE_CONV FULLY_CONNECTED ADD SUB MUL".split()
 _SAME = 0
 
 
@@ -311,13 +313,25 @@ class Call:
         return self.reading.builder.emit(self.origin, called or f"{self.name}/part", op, names, attrs, outs)
 
     def activated(self, result: Value) -> Value:
-        """Apply the activation that is fused into the operator."""
-        if not self.fused:
+        """Apply the activation that is fused into the operator, or that its result's integers amount to."""
+        kind = _FUSED.get(self.fused, "") if self.fused else self._saturates()
+        require(kind or not self.fused, f"its activation has the number {self.fused}")
+        if not kind:
             return result
-        require(self.fused in _FUSED, f"its activation has the number {self.fused}")
-        kind = _FUSED[self.fused]
         op, attrs = ("Clamp", _CLIPS[kind]) if kind in _CLIPS else (OPERATORS[kind], {})
         return self.part(op, [result], result.shape, called=f"{self.name}/{op.lower()}", **attrs)
+
+    def _saturates(self) -> str:
+        """Return the rectifier that old converters left out, because integers end where it clips; "" if there is none.
+
+        Integers keep these ends; where they are taken for floats, as for a new quantization, nothing else clips.
+        """
+        t = self.out[0]
+        if self.reading.one_value_each or t.scale is None or self.op.kind not in _SATURATING:
+            return ""
+        ends, (scale, zero) = np.iinfo(t.kind.lower()), (t.scale[0], int(t.zero.ravel()[0]))
+        is_six = abs(scale * (ends.max - zero) - 6) < scale
+        return "" if zero != ends.min else "RELU6" if is_six else "RELU"
 
     def axis(self, name: str = "axis", rank: int | None = None) -> int:
         axis = self.option(name, 0) or 0
