@@ -722,11 +722,22 @@ def _gather_nd(c: Call) -> Value:
     return c.emit("Gather", [flat, rows], axis=0)
 
 
+def _mirrored_with_border(c: Call, pairs: Sequence[tuple[int, int]]) -> Value:
+    """Read a reflection that repeats the border as a selection along each padded axis."""
+    x = c.value(0)
+    for axis, ends in enumerate(pairs):
+        if any(ends):
+            places = np.pad(np.arange(int(x.shape[axis] or 0)), ends, "symmetric")
+            x = c.step("Gather", [x, c.added(torch.from_numpy(places))], axis=axis)
+    return x
+
+
 @reads("PAD PADV2 MIRROR_PAD")
 def _pad(c: Call) -> Value:
     pairs = tuple((int(a), int(b)) for a, b in c.constant(1))
     reflect = c.op.kind == "MIRROR_PAD"
-    require(not reflect or c.option("mode", 0) == 0, "it repeats the border")
+    if reflect and c.option("mode", 0):
+        return _mirrored_with_border(c, pairs)
     value = float(c.constant(2).ravel()[0]) if c.op.kind == "PADV2" else 0.0
     return c.emit("Pad", [c.value(0)], padding=pairs, mode="reflect" if reflect else "constant", value=value)
 
