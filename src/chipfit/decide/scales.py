@@ -25,6 +25,7 @@ from chipfit.decide.constraints import (
 from chipfit.decide.legality import ProductBound, product_bounds, project
 from chipfit.decide.statistics import DEFAULT_RULES, RangeRules, without
 from chipfit.errors import DataError, PlanError, UnsupportedError
+from chipfit.graph.extremes import is_finite
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import OPS
 from chipfit.plan.record import Plan, Role, TensorPlan
@@ -303,7 +304,7 @@ class QParamsSource:
 
     def _without_infinity(self, name: str, w: torch.Tensor) -> torch.Tensor:
         """Return a constant whose infinite bounds (of a Max or Min) are the extremes of the value that it bounds."""
-        if bool(w.isfinite().all()):
+        if is_finite(w):
             return w
         bounded = [self.stats[i] for n in self.graph.users()[name] for i in n.inputs if i and i in self.stats]
         low, high = min((b.low for b in bounded), default=0.0), max((b.high for b in bounded), default=0.0)

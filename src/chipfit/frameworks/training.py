@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from chipfit.errors import TrainingError
+from chipfit.graph.extremes import is_finite
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan
 from chipfit.plan.sharing import with_trained_numbers
@@ -41,7 +42,7 @@ def check_numbers(
         if (wrong := s[~((s > 0) & (s < math.inf))].reshape(-1)).numel():
             raise training_error(f"the scale of '{name}' is {float(wrong[0]):g}", layer_of(name), step)
     for name, w in weights.items():
-        if not bool(w.isfinite().all()):
+        if not is_finite(w):
             layer = name.rpartition("/" if "/" in name else ".")[0]
             raise training_error(f"'{name}' holds NaN or infinite numbers", layer, step)
 

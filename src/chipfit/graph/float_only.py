@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Container, Iterable, Mapping
 
+from chipfit.graph.extremes import is_finite
 from chipfit.graph.hidden_scores import ALWAYS_HIDES, HIDES_IN_SOFTMAX, HiddenScores
 from chipfit.graph.ir import Graph, Node
 
@@ -56,7 +57,7 @@ def _infinite(graph: Graph, saturating: Collection[str]) -> set[str]:
     Bounds of Max and Min are not among them: on a grid they saturate at its ends, and bound nothing.
     """
     users = graph.users()
-    found = {w for w, x in graph.weights.items() if x.is_floating_point() and bool(x.isinf().any())} - {*saturating}
+    found = {w for w, x in graph.weights.items() if not is_finite(x) and bool(x.isinf().any())} - {*saturating}
     found = {w for w in found if any(n.op not in ("Max", "Min") for n in users.get(w, ()))}
     for n in graph.nodes:
         # a softmax without bounds is the logarithm of one, which is infinite where a share is 0

@@ -28,6 +28,7 @@ from chipfit._version import __version__
 from chipfit.engine.check_runs import check_runs
 from chipfit.errors import ExportError, PlanError
 from chipfit.files import MANIFEST, check_not_sparse, current_folder, parse_json, path_of, read_json, replace_folder
+from chipfit.graph.extremes import is_finite
 from chipfit.graph.ir import Graph
 from chipfit.plan import json_codec as codec
 from chipfit.plan.record import Plan, TensorPlan
@@ -251,5 +252,5 @@ def check_stored(t: TensorPlan, graph: Graph) -> None:
             got = f"scales {sizes} along axis {axis} of {list(shape)}"
             raise PlanError(f"The scales of '{t.name}' do not fit its shape", got=got)
     w = graph.weights.get(t.name)
-    if w is not None and not (w.is_floating_point() and bool(torch.isfinite(w).all())):
+    if w is not None and not (w.is_floating_point() and is_finite(w)):
         raise PlanError(f"The quantized weight '{t.name}' must hold finite floats", got=str(w.dtype))
