@@ -81,6 +81,13 @@ def prelu(x: Tensor, w: Tensor) -> Tensor:
     return F.prelu(x, w) if w.dim() < 2 else torch.where(x > 0, x, x * w)
 
 
+def divide(x: Tensor, y: Tensor) -> Tensor:
+    """Divide; integers towards zero, as files do. The least integer by -1, on which processors trap, stays itself."""
+    if torch.is_floating_point(x) or torch.is_floating_point(y):
+        return torch.div(x, y)
+    return torch.where(y == -1, -x, torch.div(x, torch.where(y == -1, 1, y), rounding_mode="trunc"))
+
+
 def floor_divide(x: Tensor, y: Tensor) -> Tensor:
     """Round a quotient down, as runtimes do; `torch.floor_divide` rounds that of the exact numbers."""
     return torch.floor(x / y) if torch.is_floating_point(x) else torch.floor_divide(x, y)
@@ -232,8 +239,8 @@ _BY_NAME: dict[str, Kernel] = {
     "squared_difference": lambda x, y: torch.sub(x, y).square(),
     "reshape": lambda x, *sizes, shape: x.reshape(_filled(x, shape, sizes)),
     **by_name(
-        *(conv, conv_transpose, prelu, floor_divide, curve, max_pool, avg_pool, reduce_prod, pad, top_k, resize),
-        *(unsqueeze, gather, strided_slice, grid_sample),
+        *(conv, conv_transpose, prelu, divide, floor_divide, curve, max_pool, avg_pool, reduce_prod, pad, top_k),
+        *(resize, unsqueeze, gather, strided_slice, grid_sample),
     ),
 }
 

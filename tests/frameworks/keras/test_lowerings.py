@@ -53,6 +53,7 @@ CASES = [
     *((op, [IMAGE, W(4, 1, 1)], {}) for op in ("Add", "Sub", "Mul", "Max", "Pow")),
     *((op, [IMAGE, IMAGE], {}) for op in ("Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual")),
     *((op, [IMAGE], {"axes": (2, 3), "keepdims": keep}) for op in REDUCE for keep in (True, False)),
+    ("Div", [(3, 8, "int"), (3, 8, "int")], {}),
     ("Clamp", [IMAGE], {"min": -0.5, "max": None}),
     ("DepthToSpace", [(2, 8, 3, 5)], {"block": 2}),
     ("SpaceToDepth", [(2, 3, 4, 6)], {"block": 2}),
@@ -156,7 +157,7 @@ CASES = [
 def values(shape):
     *dims, last = shape
     if last == "int":
-        return torch.randint(0, 3, dims)
+        return torch.randint(1, 4, dims)
     if last == "bool":
         return torch.rand(dims) > 0.5
     return torch.randn(shape).abs() + 0.1
@@ -174,8 +175,8 @@ def alone(op, operands, attrs):
             graph.weights[f"x{k}"] = values(shape[1:])
             continue
         x = values(shape)
-        if op not in ("Sqrt", "Rsqrt", "Log", "Pow") and x.is_floating_point():
-            x = x * torch.where(torch.rand_like(x) > 0.5, 1.0, -1.0)
+        if op == "Div" or (op not in ("Sqrt", "Rsqrt", "Log", "Pow") and x.is_floating_point()):
+            x = x * torch.where(torch.rand(x.shape) > 0.5, 1, -1)
         inputs.append(x)
         graph.inputs.append(f"x{k}")
         graph.values[f"x{k}"] = Value(f"x{k}", (None, *x.shape[1:]), str(x.dtype).removeprefix("torch."))

@@ -11,6 +11,7 @@ from chipfit.engine.run import run
 from chipfit.errors import CaptureError
 from chipfit.export.onnx.ops import REFUSED
 from chipfit.export.onnx.writer import export_onnx
+from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks import capture, load_model
 from chipfit.operators.table import OPS
 from tests.export.operators import CASES, DETECTED, alone
@@ -24,6 +25,8 @@ _SEVERAL = set(
 )
 #: operators that select detections, which stay those of ONNX
 _SELECTING = {"NonMaxSuppression", "GatherND", "ScatterND"}
+_TYPES = {torch.int32: onnx.TensorProto.INT32, torch.int64: onnx.TensorProto.INT64}
+_WRITERS = {"m.onnx": (export_onnx, {}), "m.tflite": (export_tflite, {"keep_layout": True})}
 #: beginnings of names of examples with random results, of windows that start in padding, of shapes that depend on
 #: data, and of sizes that ONNX Runtime computes otherwise
 _LEFT_OUT = (
@@ -123,6 +126,26 @@ def test_a_remainder_with_the_sign_of_the_dividend_is_that_of_onnx_runtime(kind)
     assert run(read, given, keep=read.outputs)[read.outputs[0]].tolist() == want.tolist()
 
 
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_a_quotient_of_integers_is_rounded_towards_zero_in_all_files(kind, tmp_path):
+    """-7 / 2 is -3, 7 / -2 is -3, -8 / -3 is 2."""
+    model = onnx_of("y = Div(a, b)", inputs={"a": None, "b": None}, types=dict.fromkeys("aby", _TYPES[kind]))
+    given = [torch.tensor([[-7, 7, -8, 6]], dtype=kind), torch.tensor([[2, -2, -3, 3]], dtype=kind)]
+    read = capture(load_model(model), given)
+    assert [n.op for n in read.nodes] == ["Div"]
+    files = [write(read, None, tmp_path / name, **how) for name, (write, how) in _WRITERS.items()]
+    for graph in [read, *(capture(load_model(f), given) for f in files)]:
+        (y,) = run(graph, given, keep=graph.outputs).values()
+        assert y.dtype is kind and y.tolist() == [[-3, -3, 2, 2]]
+
+
+def test_the_least_integer_divided_by_minus_one_stays_itself():
+    model = onnx_of("y = Div(a, b)", inputs={"a": None, "b": None}, types=dict.fromkeys("aby", onnx.TensorProto.INT32))
+    one = torch.ones(1, 2, dtype=torch.int32)
+    read, least = capture(load_model(model), [one, one]), torch.full((1, 2), -(2**31), dtype=torch.int32)
+    assert run(read, [least, -one], keep=read.outputs)[read.outputs[0]].tolist() == least.tolist()
+
+
 def test_a_scan_over_a_vector_hands_on_numbers():
     """Its body takes one number of [1, 2, 3] at a time, which has no axis; the sums are [1, 3, 6]."""
     numbers = {"inputs": {"a": [], "b": []}, "outputs": {"c": [], "d": []}}
@@ -147,6 +170,9 @@ def test_sums_and_products_of_32_bit_integers_have_32_bits(op):
 
 W = np.random.default_rng(0).normal(size=(3, 6, 2, 4)).astype(np.float32)
 CANONICAL = {
+    "rows by a vector": ("MatMul", {}, [(2, 5, 6)], [W[0, :, 0, 0]]),
+    "a vector by columns": ("MatMul", {}, [(6,)], [W[0, :, 0]]),
+    "a vector by columns of data": ("MatMul", {}, [(4,), (2, 4, 5)], []),
     "a product of heads": ("Einsum", {"equation": "bthe,bshe->bhts"}, [(2, 5, 3, 4), (2, 7, 3, 4)], []),
     "a weight for several axes": ("Einsum", {"equation": "btd,sdhe -> sbthe"}, [(2, 5, 6)], [W]),
     "three operands": (

@@ -48,7 +48,7 @@ class TfliteOp:
 
 
 #: operators whose kernels compute with integers of 32 bits, but not of 64
-_WITHOUT_INT64 = ("ABS", "SIGN", "POW")
+_WITHOUT_INT64 = ("ABS", "SIGN", "POW", "DIV", "FLOOR_DIV")
 
 
 def _plain(w: TfliteBuilder, n: Node, y: Sequence[int]) -> None:

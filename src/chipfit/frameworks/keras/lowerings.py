@@ -336,6 +336,13 @@ def _normalize(x: Any, w: Any, b: Any, axes: Sequence[int], eps: float) -> Any:
     return y if b is None else y + b
 
 
+def _divide(x: Any, y: Any) -> Any:
+    """Divide; integers towards zero."""
+    if "int" not in keras.backend.standardize_dtype(x.dtype):
+        return ops.divide(x, y)
+    return ops.sign(x) * ops.sign(y) * ops.floor_divide(ops.abs(x), ops.abs(y))
+
+
 def _layer_norm(x: Any, w: Any = None, b: Any = None, *, normalized_shape: Any, eps: float) -> Any:
     return _normalize(x, w, b, range(-len(normalized_shape), 0), eps)
 
@@ -370,8 +377,8 @@ _KERNELS: dict[str, Kernel] = {
     "dynamic_quantize": lambda x, **attrs: dynamic_quantize(KerasOps, x, **attrs),
     "identity": lambda x, **attrs: x,
     **by_name(
-        *(_clamp, _curve, _linear, _attention, lstm, gru, rnn, _layer_norm, _max_pool, _avg_pool, _pad, _resize),
-        *(_depth_to_space, _space_to_depth, _split, _unsqueeze, _expand, _size, _top_k, _strided_slice, _roll),
+        *(_clamp, _curve, _divide, _linear, _attention, lstm, gru, rnn, _layer_norm, _max_pool, _avg_pool, _pad),
+        *(_resize, _depth_to_space, _space_to_depth, _split, _unsqueeze, _expand, _size, _top_k, _strided_slice, _roll),
     ),
 }
 LOWERINGS: dict[str, Lowering] = {}

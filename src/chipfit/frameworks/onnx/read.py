@@ -14,6 +14,7 @@ import torch
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.model import domain_of
+from chipfit.frameworks.onnx.runtime import as_tensor
 from chipfit.frameworks.reading import Unreadable, chunk_sizes, padded, present, require
 from chipfit.operators.table import ATTRIBUTES, OPS, attribute_words, by_name, enters, read_column, reader_of
 
@@ -287,11 +288,19 @@ def _changed_unless(same: bool, form: str, change: Callable[[Any], Any]) -> tupl
 
 @reads("MatMul")
 def _mat_mul(c: OnnxCall) -> Any:
+    """Read a product; a vector on the left is one row, on the right one column, and the result is without that axis."""
     a, b = c.operand(0), c.operand(1)
-    if b.constant is not None and b.rank == 2 and not b.name and a.constant is None:
-        return c.emit("Linear", [a, c.weight(1, "t", lambda t: t.t())])
-    require(min(a.rank, b.rank) >= 2)
-    return c.emit("MatMul", [a, b])
+    row, column = a.rank == 1, b.rank == 1
+    append = c.step if row or column else c.emit
+    if b.constant is not None and b.rank <= 2 and not b.name and a.constant is None:
+        op, operands = "Linear", [a, c.weight(1, "t", lambda t: t.reshape(1, -1) if column else t.t())]
+    else:
+        op, operands = "MatMul", [a, c.step("Unsqueeze", [b], axes=(1,)) if column else b]
+    if row:
+        operands[0] = c.step("Unsqueeze", [a], axes=(0,))
+    y = append(op, operands)
+    axes = tuple(y.rank - k for k, single in ((2, row), (1, column)) if single)
+    return c.emit("Squeeze", [y], axes=axes) if axes else y
 
 
 # ---------------------------------------------------------------- norms
@@ -488,9 +497,10 @@ def _xor(c: OnnxCall) -> Any:
 
 def _arithmetic(c: OnnxCall, op: str) -> Any:
     a, b = c.operand(0), c.operand(1)
-    if (op == "Div" and not a.dtype.is_floating_point) or a.dtype is not b.dtype:
-        require(OPS[op].exponent and b.constant is not None and a.dtype.is_floating_point)
-        b = c.new_weight(torch.from_numpy(np.array(b.constant)).float(), "exponent")
+    if a.dtype is not b.dtype:
+        require(OPS[op].exponent and a.dtype.is_floating_point)
+        held = b.constant
+        b = c.step("Cast", [b], dtype="float32") if held is None else c.new_weight(as_tensor(held).float(), "exponent")
     return c.emit(op, [a, b])
 
 
