@@ -11,7 +11,7 @@ import chipfit
 from chipfit.engine.run import run
 from chipfit.graph.check import check
 from chipfit.passes.composites import close_composites, open_composites
-from tests.build import graph_of, model_of, quantized, sqnr_db
+from tests.build import graph_of, model_of, quantized, randn, sqnr_db
 
 LITERT = ["tflite_int8", "tflm_cmsis_nn", "ethos_u", "edgetpu"]
 
@@ -116,6 +116,22 @@ def test_an_elu_is_one_kernel_of_litert_and_its_parts_on_an_npu_that_lacks_it(pl
     result = build(platform, lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ELU(), nn.Conv2d(8, 4, 1)))
     ops = [n.op for n in result.graph.nodes]
     assert in_float(result) == [] and ("Elu" in ops) == whole and ("Exp" in ops) != whole
+
+
+@pytest.mark.parametrize("platform", ["ort_cpu", "ethos_u", "st_edge_ai"])
+def test_rotary_positions_are_integers_where_no_kernel_negates(platform):
+    cos, sin = (f(torch.arange(6.0)).repeat(2) for f in (torch.cos, torch.sin))
+
+    def forward(m, x):
+        x = m.a(x)
+        first, second = x.chunk(2, -1)
+        return m.b(x * m.cos + torch.cat([-second, first], -1) * m.sin)
+
+    result = quantized(
+        model_of(forward, a=nn.Linear(8, 12), b=nn.Linear(12, 3), cos=cos, sin=sin), randn(32, 8), platform
+    )
+    assert "float" not in {n.exec for n in result.plan.nodes.values()}
+    assert result.verify([randn(4, 8, seed=1)]).exact
 
 
 def test_a_roll_joins_two_slices_where_no_kernel_gathers():

@@ -45,6 +45,7 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], dict, dict]]] = {
         ([UNEQUAL], {"steps": '[["Greater", ["0", 0.5], {}], ["Abs", ["0"], {}], ["Where", ["1", "2", 0.25], {}]]'}, {})
     ],
     "Clamp": [([X], {"min": a, "max": b}, {}) for a, b in ((0.0, 0.5), (-0.3, 0.4), (None, 0.2), (-0.1, None))],
+    "Neg": [([UNEQUAL], {}, {})],
     "Elu": [([UNEQUAL], {"alpha": 1.9}, {})],
     "Gelu": [([X], {"approximate": "none"}, {}), ([X], {"approximate": "tanh"}, {})],
     "L2Norm": [([X], {"axis": 1, "eps": 1e-12}, {}), ([X], {"axis": -1, "eps": 0.5}, {})],

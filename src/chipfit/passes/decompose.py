@@ -170,6 +170,11 @@ def _floor_divide(new: NewNodes, n: Node) -> str:
     return new.formula("floor(div(a, b, gives=shape))", a=n.inputs[0], b=n.inputs[1], shape=new.shape(n.output))
 
 
+def _negative(new: NewNodes, n: Node) -> str:
+    new.require(new.graph.is_float(n.output), "its operand holds integers")
+    return new("Mul", n.data, -1.0)
+
+
 def _squared_difference(new: NewNodes, n: Node) -> str:
     shape = new.shape(n.output)
     apart = new("Sub", *n.inputs, gives=shape)
@@ -497,7 +502,7 @@ _BY_NAME: dict[str, Rule] = {
 } | by_name(
     *(_curve, _softplus, _mish, _elu, _clamp, _gelu, _erf, _divide, _floor_divide, _adaptive, _split_groups),
     *(_reduce_l2, _l2_norm, _layer_norm, _group_norm, _batch_norm, _attention, _roll, _resize, _space_to_depth),
-    *(_squared_difference, _channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn, grid_sample),
+    *(_negative, _squared_difference, _channel_shuffle, _stack, _unstack, _pad, _tile, lstm, gru, rnn, grid_sample),
 )
 #: operator -> its rule
 RULES: dict[str, Rule] = {}
