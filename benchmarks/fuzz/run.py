@@ -51,7 +51,7 @@ FORESEEN: dict[str, tuple[type[BaseException], ...]] = {
     "files.py:open_zip": (OSError, ValueError),
     "files.py:parse_json": (ValueError, RecursionError),
     "calibration/data.py:_call_without_arguments": (TypeError,),  # of a signature
-    "calibration/data.py:_tensor": (TypeError,),  # torch's, of arrays
+    "calibration/data.py:_array_as_tensor": (TypeError,),  # torch's, of arrays
     "calibration/data.py:as_tensors": (RecursionError,),
     "calibration/data.py:_classes": (TypeError, ValueError, RuntimeError),  # torch's, of labels of any kind
     "calibration/collect.py:_add": (ValueError,),
@@ -104,7 +104,7 @@ FOREIGN: tuple[str, ...] = (
     "frameworks/onnx/runtime.py:__call__",
     "frameworks/tflite/model.py:run",
     "frameworks/keras/capture.py:_in_float32",
-    "frameworks/keras/deviation.py:outputs_of",
+    "frameworks/keras/capture.py:outputs_of",
     "frameworks/keras/loading.py:load",
     "frameworks/keras/loading.py:load_operation",
     "import_by_name.py:import_by_name",
