@@ -65,6 +65,27 @@ def steps_from_zero(step: Callable[..., T], ones: T, one: T) -> T:
     return result
 
 
+def running_sum(c: Any, x: T, axis: int, rank: int, backwards: T | None, exclusive: bool) -> T:
+    """Append the sums of the elements up to each one of an axis, by the nodes of a call `c`.
+
+    Args:
+        backwards: indices that reverse the axis, for sums from its end.
+        exclusive: leave each element out of its own sum.
+    """
+    x = x if backwards is None else c.step("Gather", [x, backwards], axis=axis)
+    x = shifted(c, x, axis, rank, 1, 0.0) if exclusive else x
+    y: T = compute("cumsum(x, axis=axis)", c.emit if backwards is None else c.step, x=x, axis=axis)
+    return y if backwards is None else c.emit("Gather", [y, backwards], axis=axis)
+
+
+def shifted(c: Any, x: T, axis: int, rank: int, by: int, value: float) -> T:
+    """Append a shift along an axis towards its end; `value` fills the free places."""
+    left = c.step("Slice", [x], axis=axis, start=0, end=-by, step=1)
+    padding = tuple((by if k == axis else 0, 0) for k in range(rank))
+    result: T = c.step("Pad", [left], padding=padding, mode="constant", value=value)
+    return result
+
+
 def chunk_sizes(length: int, each: int, most: int = 1 << 30) -> list[int]:
     """Return the sizes of at most so many chunks of `each` elements, of which the last may have fewer.
 

@@ -157,19 +157,28 @@ def test_a_scan_over_a_vector_hands_on_numbers():
     assert [env[o].tolist() for o in read.outputs] == [6.0, [1.0, 3.0, 6.0]]
 
 
-@pytest.mark.parametrize("op", ["CumSum", "ReduceSum", "ReduceProd"])
+@pytest.mark.parametrize("op", ["CumSum", "CumProd", "ReduceSum", "ReduceProd"])
 def test_sums_and_products_of_32_bit_integers_have_32_bits(op):
-    """Of [3, 2, 4]: 3, 5, 9; 9; 24."""
+    """Of [3, 2, 4]: 3, 5, 9; 3, 6, 24; 9; 24."""
     x = torch.tensor([[3, 2, 4]], dtype=torch.int32)
-    how = {"constants": {"axis": 1 if op == "CumSum" else [1]}, "types": dict.fromkeys("xy", onnx.TensorProto.INT32)}
-    read = capture(load_model(onnx_of(f"y = {op}(x, axis)", inputs={"x": None}, **how, opset=18)), [x])
+    axis = {"axis": 1 if op.startswith("Cum") else [1]}
+    how = {"types": dict.fromkeys("xy", onnx.TensorProto.INT32), "opset": 26 if op == "CumProd" else 18}
+    read = capture(load_model(onnx_of(f"y = {op}(x, axis)", inputs={"x": None}, constants=axis, **how)), [x])
     (y,) = run(read, [x], keep=read.outputs).values()
     assert y.dtype is torch.int32 and "Opaque" not in {n.op for n in read.nodes}
-    assert y.tolist() == [{"CumSum": [3, 5, 9], "ReduceSum": [9], "ReduceProd": [24]}[op]]
+    assert y.tolist() == [{"CumSum": [3, 5, 9], "CumProd": [3, 6, 24], "ReduceSum": [9], "ReduceProd": [24]}[op]]
 
 
 W = np.random.default_rng(0).normal(size=(3, 6, 2, 4)).astype(np.float32)
 CANONICAL = {
+    "sums before each element": ("CumSum", {"exclusive": 1}, [(2, 5, 6)], [np.int64(1)]),
+    "sums from the end": ("CumSum", {"reverse": 1, "exclusive": 1}, [(2, 5, 6)], [np.int64(-1)]),
+    "the first of the largest": ("Hardmax", {"axis": 1}, [(2, 5, 6)], []),
+    "steps backwards": ("ReverseSequence", {}, [(5, 2, 3)], [[4, 4]]),
+    "ones on a diagonal": ("EyeLike", {"k": 1}, [(3, 4)], []),
+    "lengths of windows": ("LpPool", {"kernel_shape": [2, 3], "p": 3, "pads": [1, 0, 0, 1]}, [(2, 3, 5, 6)], []),
+    "lengths of images": ("GlobalLpPool", {"p": 3}, [(2, 3, 5, 6)], []),
+    "shares of sums": ("LpNormalization", {"p": 1, "axis": 1}, [(2, 5, 6)], []),
     "rows by a vector": ("MatMul", {}, [(2, 5, 6)], [W[0, :, 0, 0]]),
     "a vector by columns": ("MatMul", {}, [(6,)], [W[0, :, 0]]),
     "a vector by columns of data": ("MatMul", {}, [(4,), (2, 4, 5)], []),

@@ -89,6 +89,8 @@ PICKS = {
     "pixels of given places": (lambda tf, x: tf.gather_nd(ROWS, tf.cast(x * [0.0, 1.0], tf.int32)), (1, 4, 2)),
     "rows of samples": (lambda tf, x: tf.gather(ROWS, tf.cast(x, tf.int32), batch_dims=1), (1, 4)),
     "numbers of rows": (lambda tf, x: tf.gather(x, tf.cast(x[..., :2] + 1, tf.int32), batch_dims=2), (1, 4, 5)),
+    "sums before each element": (lambda tf, x: tf.cumsum(x, 1, exclusive=True), (1, 4, 5)),
+    "sums from the end": (lambda tf, x: tf.cumsum(x, 2, exclusive=True, reverse=True), (1, 4, 5)),
     "mirrored borders": (lambda tf, x: tf.pad(x, [[0, 0], [2, 1], [0, 3]], "SYMMETRIC"), (1, 4, 5)),
     "a volume": (lambda tf, x: tf.nn.conv3d(x, KERNEL, [1, 1, 2, 2, 1], "SAME"), (1, 4, 5, 6, 2)),
 }

@@ -6,6 +6,7 @@ name, `c.step` one that computes an intermediate value. Either raises `Unreadabl
 equivalent; that node becomes an opaque one.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -204,6 +205,23 @@ def _global_max_pool(c: OnnxCall) -> Any:
     return c.emit("ReduceMax", [c.operand(0)], axes=tuple(range(2, c.operand(0).rank)), keepdims=True)
 
 
+@reads("LpPool GlobalLpPool")
+def _lp_pool(c: OnnxCall) -> Any:
+    """Read the root of a sum of powers, over windows as their mean times their size."""
+    x, p = c.operand(0), c.attr("p")
+    axes, kernel = tuple(range(2, x.rank)), tuple(c.attr("kernel_shape") or ())
+    given: dict[str, Any] = {"x": x, "p": _scalar(c, p, "p"), "root": _scalar(c, 1 / p, "root")}
+    power, root = {1: ("abs(x)", "{}"), 2: ("x * x", "sqrt({})")}.get(p, ("pow(abs(x), p)", "pow({}, root)"))
+    if c.node.op_type == "GlobalLpPool":
+        return c.formula(root.format(f"sum({power}, axes=axes, keepdims=True)"), **given, axes=axes)
+    dilation = tuple(c.attr("dilations") or (1,) * len(kernel))
+    require(not c.attr("ceil_mode") and {*dilation} == {1} and x.rank == len(kernel) + 2 <= 5)
+    stride, padding = _windows(c, kernel, dilation)
+    how = "kernel=kernel, stride=stride, padding=padding, ceil_mode=False, count_include_pad=True"
+    given |= {"kernel": kernel, "stride": stride, "padding": padding, "size": _scalar(c, math.prod(kernel), "size")}
+    return c.formula(root.format(f"avgpool({power}, {how}) * size"), **given)
+
+
 @reads("Pad")
 def _pad(c: OnnxCall) -> Any:
     x, mode = c.operand(0), c.attr("mode") or "constant"
@@ -368,6 +386,14 @@ def _group_norm(c: OnnxCall, op: str) -> Any:
     each = channels // groups if c.opset < 21 else 1
     how = _changed_unless(each == 1, f"each{each}", lambda t: t.repeat_interleave(each))
     return c.emit(op, [c.operand(0), c.weight(1, *how), c.weight(2, *how)], groups=groups, eps=c.attr("epsilon"))
+
+
+def _lp_norm(c: OnnxCall, op: str) -> Any:
+    x, axis = c.operand(0), c.attr("axis")
+    if c.attr("p") == 2:
+        return c.emit(op, [x], axis=axis, eps=_LEAST_LENGTH)
+    formula = "x / clamp(sum(abs(x), axes=axes, keepdims=True), min=least, max=None)"
+    return c.formula(formula, x=x, axes=(axis % x.rank,), least=_LEAST_LENGTH)
 
 
 def _softmax(c: OnnxCall, op: str) -> Any:
@@ -828,9 +854,11 @@ def _space_to_depth(c: OnnxCall, op: str) -> Any:
     return c.emit("Gather", [y, c.new_weight(order, "order")], axis=1)
 
 
+#: vectors of at most this length become no longer by their normalization
+_LEAST_LENGTH = 1e-12
 #: functions of a call and its canonical operator that cells name
 _READERS_OF = by_name(
-    *(_layer_norm, _group_norm, _softmax, _prelu, _hard_sigmoid, _gelu, _mod, _arithmetic, _reduce, _gather_elements),
-    *(_space_to_depth, _grid_sample),
+    *(_layer_norm, _group_norm, _lp_norm, _softmax, _prelu, _hard_sigmoid, _gelu, _mod, _arithmetic, _reduce),
+    *(_gather_elements, _space_to_depth, _grid_sample),
 )
 read_column("onnx", _enter_cell, READERS)

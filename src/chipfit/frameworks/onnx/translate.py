@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from onnx.reference import ReferenceEvaluator
 
+import chipfit.frameworks.onnx.along
 import chipfit.frameworks.onnx.einsum
 import chipfit.frameworks.onnx.recurrent
 import chipfit.frameworks.onnx.resize

@@ -13,7 +13,7 @@ from flatbuffers import flexbuffers
 
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, short_message
-from chipfit.frameworks.reading import Unreadable, inferred, require
+from chipfit.frameworks.reading import Unreadable, inferred, require, running_sum
 from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.check import check
@@ -577,8 +577,12 @@ def _arg_max(c: Call) -> Value:
 
 @reads("CUMSUM")
 def _cum_sum(c: Call) -> Value:
-    require(not c.option("exclusive", False) and not c.option("reverse", False), "it is exclusive or reversed")
-    return c.emit(c.canonical, [c.value(0)], axis=c.integers(1)[0] % len(c.shape()))
+    x, rank = c.value(0), len(c.shape())
+    axis = c.integers(1)[0] % rank
+    order = torch.arange(x.shape[axis] or 0).flip(0)
+    require(len(order), "it adds up the batch")
+    backwards: Any = c.added(order) if c.option("reverse", False) else None
+    return running_sum(c, x, axis, rank, backwards, bool(c.option("exclusive", False)))
 
 
 @reads("TOPK_V2")
