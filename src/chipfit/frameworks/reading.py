@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from chipfit.engine.shapes import results_of
 from chipfit.errors import short_message
 from chipfit.graph.builder import Outputs
@@ -10,6 +12,8 @@ from chipfit.graph.ir import Graph, Node
 from chipfit.operators.formulas import compute
 
 T = TypeVar("T")
+#: an axis and places on it
+Part = tuple[int, list[int]]
 
 
 class Unreadable(Exception):
@@ -84,6 +88,20 @@ def shifted(c: Any, x: T, axis: int, rank: int, by: int, value: float) -> T:
     padding = tuple((by if k == axis else 0, 0) for k in range(rank))
     result: T = c.step("Pad", [left], padding=padding, mode="constant", value=value)
     return result
+
+
+def parts_of(index: np.ndarray, sizes: Sequence[int], whole: Sequence[int]) -> list[Part]:
+    """Return the axes along which indices [*sizes, axes] leave out elements, or change their order, and their places.
+
+    Raises:
+        Unreadable: The places on one axis depend on those on another.
+    """
+    require(index.size and len(sizes) == len(whole))
+    places = index % np.array(whole)
+    lines = [np.moveaxis(places[..., k], k, 0).reshape(size, -1)[:, 0] for k, size in enumerate(sizes)]
+    require(np.array_equal(places, np.stack(np.meshgrid(*lines, indexing="ij"), -1)))
+    changed = [k for k, line in enumerate(lines) if not np.array_equal(line, np.arange(whole[k]))]
+    return [(k, lines[k].tolist()) for k in changed]
 
 
 def chunk_sizes(length: int, each: int, most: int = 1 << 30) -> list[int]:

@@ -8,10 +8,7 @@ import torch
 
 from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.read import reads
-from chipfit.frameworks.reading import present, require
-
-#: an axis and the places on it
-Part = tuple[int, list[int]]
+from chipfit.frameworks.reading import Part, parts_of, present, require
 
 
 @reads("ScatterND")
@@ -19,7 +16,7 @@ def _scatter_nd(c: OnnxCall) -> Any:
     """Read indices that count the first axes of x."""
     x, index = c.operand(0), c.operand(1)
     pairs = zip(index.numbers, (m.shape for m in x.metas), strict=False)
-    return _replaced_in_all(c, [_parts_of(n, n.shape[:-1], shape[: n.shape[-1]]) for n, shape in pairs])
+    return _replaced_in_all(c, [parts_of(n, n.shape[:-1], shape[: n.shape[-1]]) for n, shape in pairs])
 
 
 @reads("ScatterElements")
@@ -34,20 +31,6 @@ def _scatter_elements(c: OnnxCall) -> Any:
         require((n % m.shape[axis] == np.expand_dims(places, others)).all())
         found.append([] if np.array_equal(places, np.arange(m.shape[axis])) else [(axis, places.tolist())])
     return _replaced_in_all(c, found)
-
-
-def _parts_of(index: np.ndarray, sizes: Sequence[int], whole: Sequence[int]) -> list[Part]:
-    """Return the axes along which indices [*sizes, axes] leave out elements, or change their order, and their places.
-
-    Raises:
-        Unreadable: The places on one axis depend on those on another.
-    """
-    require(index.size and len(sizes) == len(whole))
-    places = index % np.array(whole)
-    lines = [np.moveaxis(places[..., k], k, 0).reshape(size, -1)[:, 0] for k, size in enumerate(sizes)]
-    require(np.array_equal(places, np.stack(np.meshgrid(*lines, indexing="ij"), -1)))
-    changed = [k for k, line in enumerate(lines) if not np.array_equal(line, np.arange(whole[k]))]
-    return [(k, lines[k].tolist()) for k in changed]
 
 
 def _replaced_in_all(c: OnnxCall, found: Sequence[list[Part]]) -> Any:

@@ -13,12 +13,13 @@ from flatbuffers import flexbuffers
 
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, short_message
-from chipfit.frameworks.reading import Unreadable, inferred, require, running_sum
+from chipfit.frameworks.reading import Unreadable, inferred, parts_of, require, running_sum
 from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.check import check
 from chipfit.graph.edit import drop_dead
 from chipfit.graph.ir import Graph, Value
+from chipfit.operators.formulas import compute
 from chipfit.operators.table import OPS, enters, read_column
 
 #: operators of the schema -> reader
@@ -505,6 +506,15 @@ def _square(c: Call) -> Value:
     return c.emit("Mul", [c.value(0), c.value(0)])
 
 
+@reads("ATAN2")
+def _angle(c: Call) -> Value:
+    """Read the angle of points (x, y), from that of the line through 0; on the left, half a turn is added to it."""
+    formula = "line = atan(y / where(logicaland(x == 0.0, y == 0.0), 1.0, x)); "
+    formula += f"line + where(x < 0.0, where(y < 0.0, {-np.pi}, {np.pi}), 0.0)"
+    result: Value = compute(formula, c.step, c.emit, c.added, y=c.operand(0), x=c.operand(1))
+    return result
+
+
 @reads("ADD_N")
 def _add_n(c: Call) -> Value:
     total = c.operand(0)
@@ -724,6 +734,37 @@ def _gather_nd(c: Call) -> Value:
     factors = c.added(torch.from_numpy(steps.copy()).to(getattr(torch, c.tensor(1).dtype)))
     rows = c.step("Sum", [c.step("Mul", [index, factors])], axes=(len(at) - 1,), keepdims=False)
     return c.emit("Gather", [flat, rows], axis=0)
+
+
+@reads("SCATTER_ND")
+def _scatter_nd(c: Call) -> Value:
+    """Read elements that are put among zeros at constant places, along each axis or in all axes as one."""
+    y, index, whole = c.value(1), c.constant(0), c.reading.facts.shapes[c.out[0].index]
+    require(c.out[0].scale is None or not c.out[0].zero.any(), "its integer 0 stands for another number")
+    count = index.shape[-1]
+    try:
+        parts = parts_of(index, index.shape[:-1], whole[:count])
+        require(all(len({*places}) == len(places) for _, places in parts))
+        require(not c.reading.open_batch or all(axis for axis, _ in parts))
+    except Unreadable:  # places that are not a product of places on each axis
+        require(not c.reading.open_batch, "its places differ between samples")
+        flat = np.ravel_multi_index(tuple(np.moveaxis(index, -1, 0)), whole[:count]).ravel()
+        require(len({*flat}) == flat.size, "it adds up elements in one place")
+        rows = c.step("Reshape", [y], shape=(flat.size, *whole[count:]))
+        spread = _among_zeros(c, rows, 0, flat.tolist(), int(np.prod(whole[:count])))
+        return c.emit("Reshape", [spread], shape=whole)
+    for axis, places in parts:
+        y = _among_zeros(c, y, axis, places, whole[axis])
+    return y
+
+
+def _among_zeros(c: Call, x: Value, axis: int, places: Sequence[int], size: int) -> Value:
+    """Return an axis of a new size, with the elements of x at some places and zeros at the others."""
+    order = np.full(size, len(places))  # the place of a zero behind x
+    order[places] = np.arange(len(places))
+    padding = tuple((0, int(k == axis)) for k in range(len(x.shape)))
+    longer = c.step("Pad", [x], padding=padding, mode="constant", value=0.0)
+    return c.step("Gather", [longer, c.added(torch.from_numpy(order))], axis=axis)
 
 
 def _mirrored_with_border(c: Call, pairs: Sequence[tuple[int, int]]) -> Value:
