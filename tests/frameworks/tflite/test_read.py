@@ -91,6 +91,7 @@ PICKS = {
     "numbers of rows": (lambda tf, x: tf.gather(x, tf.cast(x[..., :2] + 1, tf.int32), batch_dims=2), (1, 4, 5)),
     "sums before each element": (lambda tf, x: tf.cumsum(x, 1, exclusive=True), (1, 4, 5)),
     "sums from the end": (lambda tf, x: tf.cumsum(x, 2, exclusive=True, reverse=True), (1, 4, 5)),
+    "channels backwards": (lambda tf, x: tf.identity(x)[:, 3:0:-2, ::-1], (1, 4, 5)),
     "rows among zeros": (lambda tf, x: tf.scatter_nd([[[0, 1], [0, 3]]], x[:, :2], (1, 6, 5)), (1, 4, 5)),
     "places among zeros": (lambda tf, x: tf.scatter_nd([[0, 5], [0, 2]], x[0, :2], (1, 6, 5)), (1, 4, 5)),
     "replaced rows": (lambda tf, x: tf.tensor_scatter_nd_update(x, [[[0, 1], [0, 2]]], x[:, 2:] * 2), (1, 4, 5)),

@@ -671,17 +671,22 @@ def _slice(c: Call) -> Value:
     else:
         end, step = list(third), c.integers(3)
         masks = ("ellipsisMask", "newAxisMask")
-        require(not any(c.option(m, 0) for m in masks) and all(s > 0 for s in step), "it adds axes or turns them")
+        require(not any(c.option(m, 0) for m in masks), "it adds axes")
         shrink, begin_mask, end_mask = (int(c.option(m, 0)) for m in ("shrinkAxisMask", "beginMask", "endMask"))
     for k in reversed(range(len(begin))):
         size = y.shape[k]
         if shrink >> k & 1:
             y = c.step("Select", [y], axis=k, index=begin[k])
             continue
-        start = 0 if begin_mask >> k & 1 else begin[k]
+        start = None if begin_mask >> k & 1 else begin[k]
         stop = None if end_mask >> k & 1 else end[k]
+        if step[k] < 0:
+            require(size is not None, "it turns the batch")
+            places = np.arange(size or 0)[start : stop : step[k]]
+            y = c.step("Gather", [y, c.added(torch.from_numpy(places.copy()))], axis=k)
+            continue
         whole = stop is None or (stop == 1 if size is None else stop >= size)
-        if start == 0 and step[k] == 1 and whole:
+        if not start and step[k] == 1 and whole:
             continue
         require(size is not None, "it cuts the batch")
         lo, hi, by = slice(start, stop, step[k]).indices(size or 0)
