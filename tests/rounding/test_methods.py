@@ -167,7 +167,7 @@ def test_gptq_holds_out_an_eighth_and_places_scores_and_activations_by_effect(mo
     assert found.graph is AFTER and found.notes == ["1 weights are rounded by gptq: losses"]
     given = {"settings": Gptq(), "images": 11, "held_out": 1, "scores": True, "placed": True, "seed": 3}
     assert seen == {**given, "known": ["w", "x"]}
-    assert rounded(monkeypatch, moved=0.25)[0].notes[0].startswith("warning: the scale of 'w' moved")
+    assert rounded(monkeypatch, moved=0.25)[0].notes[0].startswith("warning: scales moved")
     found, _ = rounded(monkeypatch, better=False)
     assert found.graph is BEFORE and found.plan is PLAN
     assert found.notes == ["warning: weights are rounded to the nearest codes after all: losses"]

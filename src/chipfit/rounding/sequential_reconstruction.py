@@ -80,6 +80,15 @@ def range_of_scores(stored: Stored, wanted: Iterable[Tensor], got: Iterable[Tens
     return best.scale, best.zero_point
 
 
+def first_names(names: Collection[str], most: int = 3) -> str:
+    """Return the first names in quotes, and the number of the others.
+
+    >>> first_names(["a", "b", "c", "d"])
+    "'a', 'b', 'c' and 1 more"
+    """
+    return ", ".join(f"'{name}'" for name in [*names][:most]) + f" and {len(names) - most} more" * (len(names) > most)
+
+
 class SequentialReconstruction(SampleStreams):
     """A pass over a network that rounds the weights of all linear operators that a plan quantizes.
 
@@ -102,6 +111,7 @@ class SequentialReconstruction(SampleStreams):
         self.original = dict(self.graph.weights)  #: those of `graph` are replaced
         self.tensors: dict[str, TensorPlan] = {}  #: weights and activations with new scales
         self.notes: list[str] = []
+        self._few: dict[str, str] = {}  #: layers with fewer positions than weights of one output, and how many
         self.rounded: dict[str, Any] = {}  #: weights as the chip stores them
         self.random = torch.Generator().manual_seed(seed)
         self.samples = 0
@@ -132,6 +142,10 @@ class SequentialReconstruction(SampleStreams):
                 self.notes.append(f"{Interrupted.NOTE}: {rest}")
                 break
             self.free(done)
+        if self._few:
+            few = next(iter(self._few.values()))
+            where = f"weights are fitted to few positions in {first_names(self._few)}"
+            self.notes.append(f"warning: {where} ({few}): more images improve the fit")
         new = {name: w.cpu() for name, w in self.graph.weights.items() if w is not self.original.get(name)}
         self.graph = replace(self.start, weights={**self.start.weights, **new}, trainable=self.graph.trainable)
         return self
@@ -170,8 +184,7 @@ class SequentialReconstruction(SampleStreams):
             rows = gptq_solver.corrected_weights(rows, h, c, settings.ridge)
         q, entries, inverted = gptq_solver.round_rows(rows, h, weight_rows(plan, node, w), feedback=settings.feedback)
         if moments.count < rows.shape[2]:
-            few = f"{moments.count} positions for {rows.shape[2]} weights of one output"
-            self.notes.append(f"warning: '{node.display_name}' is fitted to {few}: more images improve the fit")
+            self._few[node.display_name] = f"{moments.count} positions for {rows.shape[2]} weights of one output"
         if not inverted:
             why = "its moments are singular"
             self.notes.append(f"the weight of '{node.display_name}' is rounded to the nearest code: {why}")

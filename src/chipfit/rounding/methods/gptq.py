@@ -24,7 +24,7 @@ from chipfit.rounding.fisher import IMAGES, importance
 from chipfit.rounding.gptq_solver import CANDIDATES, CANDIDATES_OF_LONG_ROWS, LONG_ROW, scale_bounds, scale_is_allowed
 from chipfit.rounding.method import RoundingContext, RoundingResult, keep_better
 from chipfit.rounding.moments import as_rows
-from chipfit.rounding.sequential_reconstruction import GptqSettings, SequentialReconstruction
+from chipfit.rounding.sequential_reconstruction import GptqSettings, SequentialReconstruction, first_names
 
 #: (samples, output positions per operator), best first: positions above 2,048 matter less than samples, and samples
 #: above 128 less than positions
@@ -62,8 +62,8 @@ class Gptq(GptqSettings):
         done, new = method._fit(graph, plan, batches, context)
         weights = [name for name, t in done.tensors.items() if t.role == "weight"]
         moved = [name for name in weights if not torch.equal(new[name].scale, done.plan[name].scale)]
-        why = "moved to satisfy the platform's rules after it was rounded"
-        notes += [*done.notes, *(f"warning: the scale of '{name}' {why}" for name in moved)]
+        why = "scales moved to satisfy the platform's rules after weights were rounded"
+        notes += [*done.notes, *([f"warning: {why}: {first_names(moved)}"] if moved else [])]
         result = RoundingResult(done.graph, new, notes)
         accepted, rejected = f"{len(weights)} weights are rounded by {self.name}", "weights are rounded to the nearest"
         return keep_better(result, (graph, plan), context.original, held_out, accepted, f"{rejected} codes after all")
