@@ -171,7 +171,9 @@ def _floor_divide(new: NewNodes, n: Node) -> str:
 
 
 def _negative(new: NewNodes, n: Node) -> str:
+    """Return -1 times x, but where a table holds that, perhaps with the functions around it."""
     new.require(new.graph.is_float(n.output), "its operand holds integers")
+    new.require(CURVE not in new.holds, "a table holds it")
     return new("Mul", n.data, -1.0)
 
 
