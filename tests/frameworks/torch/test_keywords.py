@@ -68,7 +68,7 @@ def test_second_names_of_functions_are_the_same_operators(name):
 
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     y[0] = x[0]
-    graph = chipfit.lint(Net(), (x, y), "ort_cpu").graph
+    graph = chipfit.capture(Net(), (x, y))
     assert SECOND_NAMES[name] in [n.op for n in graph.nodes]
     assert torch.equal(run(graph, [x, y] if len(graph.inputs) == 2 else [x])[graph.outputs[0]], Net()(x, y))
 
