@@ -302,16 +302,25 @@ def with_fitted_weights(d: Decision, found: MeasuredBiases, read: steps.Batches)
         raise KeyboardInterrupt
     was = reference.errors(found.applied(d.graph) if found.improves else d.graph, plan).sqnr_db
     merit = Merit.of(reference, rounded, reference.errors(graph, rounded))
-    gains = merit.sqnr_db >= was + GAIN_DB
-    ratios = f"outputs have {merit.sqnr_db:.1f} dB, {was:.1f} dB without"
-    said = "taken" if gains else "not taken"
-    note = f"rounding={method!r} {said}: on {merit.samples} held-out samples {ratios}"
+    gains, note = _gain("rounding", method, merit, was)
     d = replace(d, rewrites=(*d.rewrites, note))
     if not gains:
         return d, None
-    record = {**d.provenance.get("settings", {}), "steps": settings.to_record()}
     start = replace(d.calibrated, settings=settings) if d.calibrated is not None else None  # edits follow it, too
-    return replace(d, settings=settings, calibrated=start, provenance={**d.provenance, "settings": record}), merit
+    return _with_recorded_settings(replace(d, settings=settings, calibrated=start)), merit
+
+
+def _gain(name: str, value: Any, merit: Merit, before_db: float) -> tuple[bool, str]:
+    """Return whether outputs gain enough by a setting, and the note of its trial."""
+    gains = merit.sqnr_db >= before_db + GAIN_DB
+    ratios = f"outputs have {merit.sqnr_db:.1f} dB, {before_db:.1f} dB without"
+    return gains, f"{name}={value!r} {'taken' if gains else 'not taken'}: on {merit.samples} held-out samples {ratios}"
+
+
+def _with_recorded_settings(d: Decision) -> Decision:
+    """Return the decision with its settings in the provenance."""
+    settings = {**d.provenance.get("settings", {}), "steps": d.settings.to_record()}
+    return replace(d, provenance={**d.provenance, "settings": settings})
 
 
 def found_biases(d: Decision, plan: Plan) -> MeasuredBiases | None:
@@ -350,19 +359,14 @@ def repaired(d: Decision, read: steps.Batches) -> Decision:
         if _same_weights(trial.graph, network):
             continue
         merit = _merit(reference, trial)
-        gains = merit.sqnr_db >= best.sqnr_db + GAIN_DB
-        ratios = f"outputs have {merit.sqnr_db:.1f} dB, {best.sqnr_db:.1f} dB without"
-        notes.append(
-            f"{name}={value!r} {'taken' if gains else 'not taken'}: on {merit.samples} held-out samples {ratios}"
-        )
+        gains, note = _gain(name, value, merit, best.sqnr_db)
+        notes.append(note)
         if gains:
             taken, network, best = changes, trial.graph, merit
         if best.explained:
             break
     if taken:
-        d = attempt(d, taken, read)
-        settings = {**d.provenance.get("settings", {}), "steps": d.settings.to_record()}
-        d = replace(d, provenance={**d.provenance, "settings": settings})
+        d = _with_recorded_settings(attempt(d, taken, read))
     return replace(d, rewrites=(*d.rewrites, *notes))
 
 
