@@ -289,8 +289,10 @@ def with_fitted_weights(d: Decision, found: MeasuredBiases, read: steps.Batches)
     """
     resolved, _ = trial_settings(d)
     method = default_method([1], name_of(d.rules.weight_rule))
+    if d.settings.rounding is not None or method is None or not biases_move(resolved):
+        return d, None
     fit, held = split_holdout(limit_samples(read, SAMPLES))
-    if d.settings.rounding is not None or method is None or not biases_move(resolved) or not held:
+    if not held:
         return d, None
     reference, plan = Reference(d.graph, held), plan_of(d)
     settings = Settings(**{**d.settings.to_record(), "rounding": method})
