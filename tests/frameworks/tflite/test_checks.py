@@ -8,8 +8,10 @@ import torch
 
 pytest.importorskip("ai_edge_litert")
 from ai_edge_litert import schema_py_generated as schema
+from flatbuffers import flexbuffers
 
 from chipfit.errors import CaptureError
+from chipfit.frameworks.tflite import custom_options
 from chipfit.frameworks.tflite.adapter import Tflite
 from chipfit.frameworks.tflite.capture import capture
 from chipfit.frameworks.tflite.model import TfliteModel
@@ -159,3 +161,59 @@ def test_a_file_that_computes_a_scalar_is_read():
 def test_an_example_of_indices_is_not_negative():
     x = Tflite().example(SimpleNamespace(inputs=[SimpleNamespace(signature=[1, 99], dtype="int32")]))
     assert x.shape == (1, 99) and x.dtype == torch.int32 and x.min() >= 0
+
+
+def detections(options):
+    """Return a file of TFLite_Detection_PostProcess with options: their bytes, or some by name beside common ones."""
+    counts = {"max_detections": 3, "max_classes_per_detection": 1, "num_classes": 4, "use_regular_nms": True}
+    rest = {"nms_score_threshold": 0.1, "nms_iou_threshold": 0.5} | {f"{axis}_scale": 1.0 for axis in "yxhw"}
+    model = schema.ModelT.InitFromPackedBuf(
+        file_of("CUSTOM", ["x", np.ones((1, 9, 4), "f4"), np.ones((9, 4), "f4")]), 0
+    )
+    model.operatorCodes[0].customCode = b"TFLite_Detection_PostProcess"
+    graph, given = (
+        model.subgraphs[0],
+        options if isinstance(options, bytes) else flexbuffers.Dumps(counts | rest | options),
+    )
+    graph.tensors[0].shape = np.array((1, 9, 4), np.int32)
+    graph.tensors += [tensor(f"y{k}", "f4", ()) for k in range(3)]
+    graph.operators[0].outputs = graph.outputs = np.array((1, 4, 5, 6), np.int32)
+    graph.operators[0].customOptions = np.frombuffer(bytes(given), np.uint8)
+    return packed(model)
+
+
+COMMON = bytes(flexbuffers.Dumps({"max_detections": 3, "num_classes": 4}))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (b"", "not a map"),
+        (COMMON[:-1] + b"\xff", "a number of 255 bytes"),
+        (COMMON[:-3] + b"\xff" + COMMON[-2:], "a number of 1 bytes at byte -"),
+        (COMMON.replace(b"num_classes", b"aum_classes"), "names that are not in order"),
+        (bytes(flexbuffers.Dumps({"max_detections": "3"})), "'max_detections' is not a number"),
+        ({"max_classes_per_detection": 0}, "'max_classes_per_detection' is 0, not a count"),
+        ({"max_detections": 1 << 30}, "not a count from 1 to 1,048,576"),
+        ({"num_classes": -(1 << 31)}, "'num_classes' is -2147483648"),
+        ({"detections_per_class": 0.5}, "'detections_per_class' is 0.5"),
+    ],
+)
+def test_options_of_detections_that_end_the_process_are_refused_before_it_reads_them(options, message):
+    refused(detections(options), f"options of TFLite_Detection_PostProcess are malformed.*Got: .*{message}")
+
+
+def test_options_of_detections_are_those_that_flexbuffers_holds():
+    options = {"max_detections": 300, "num_classes": 4, "max_classes_per_detection": 1, "wide": 1 << 40, "real": -0.1}
+    assert custom_options.detections(bytes(flexbuffers.Dumps(options))) == {
+        **options,
+        "detections_per_class": 100,
+        "use_regular_nms": False,
+    }
+    assert len(TfliteModel(detections({})).run([np.ones((1, 9, 4), np.float32)])) == 4
+
+
+def test_spectrograms_that_a_file_computes_are_refused_before_their_options_are_read():
+    table = schema.ModelT.InitFromPackedBuf(file_of("CUSTOM", ["x"]), 0)
+    table.operatorCodes[0].customCode = b"AudioSpectrogram"
+    refused(packed(table), "The operator AudioSpectrogram has no reader.*behind its features")

@@ -20,6 +20,7 @@ from chipfit.files import existing_file
 from chipfit.frameworks.mapped_files import MappedFiles
 from chipfit.frameworks.quantized import dequantized
 from chipfit.frameworks.tflite.checks import MOST_OPERATORS, check_operators, check_subgraphs, check_tables
+from chipfit.frameworks.tflite.custom_options import check_custom_options
 from chipfit.frameworks.tflite.loops import unroll_loops
 from chipfit.frameworks.tflite.variables import packed, variables_to_inputs
 
@@ -214,6 +215,7 @@ class TfliteModel:
             if content[4:8] != b"TFL3" or schema.Model.GetRootAs(content, 0).SubgraphsIsNone():
                 raise ValueError("no network, or no mark of TensorFlow Lite")
             count = max(schema.Model.GetRootAs(content, 0).Subgraphs(0).OperatorsLength(), 0)
+            check_custom_options(schema.Model.GetRootAs(content, 0), self.where)
         if count > MOST_OPERATORS:
             got, allowed = f"{count:,} operators", f"at most {MOST_OPERATORS:,}"
             raise CaptureError("The network is too large a graph", where=self.where, got=got, allowed=allowed)

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from flatbuffers import flexbuffers
 
 from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, short_message
 from chipfit.frameworks.reading import Unreadable, inferred, parts_of, require, running_sum
+from chipfit.frameworks.tflite.custom_options import DETECTIONS, detections
 from chipfit.frameworks.tflite.model import Facts, Operator, Tensor, TfliteModel
 from chipfit.graph.builder import GraphBuilder, Origin, Outputs
 from chipfit.graph.check import check
@@ -604,13 +604,9 @@ def _top_k(c: Call) -> list[Value]:
     return [values, c.part("Cast", [index], index.shape, kind=kind, called=name, dtype=kind)]
 
 
-#: options of the detections' operator that may be left out, as in old files -> their value then
-_LEFT_OUT = {"detections_per_class": 100, "use_regular_nms": False}
-
-
-@reads("TFLite_Detection_PostProcess")
+@reads(DETECTIONS)
 def _detections(c: Call) -> list[Value]:
-    given = _LEFT_OUT | dict(flexbuffers.Loads(c.op.custom_options))
+    given = detections(c.op.custom_options)
     attrs: dict[str, Any] = {name: given[name] for name in OPS[c.canonical].attrs}
     size = attrs["max_detections"] * (1 if attrs["use_regular_nms"] else attrs["max_classes_per_detection"])
     require(size == c.shape()[1], f"its results do not have {size} detections")
