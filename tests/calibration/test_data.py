@@ -1,5 +1,6 @@
 """Calibration data in every usual form, and what is left of labels."""
 
+import itertools
 from collections import UserDict, namedtuple
 from dataclasses import replace
 from types import SimpleNamespace
@@ -356,3 +357,23 @@ def test_a_dataset_that_says_that_it_never_ends_is_refused():
 
     with pytest.raises(DataError, match=r"never end.*Repeated.*take"):
         iterate(Repeated())
+
+
+def test_a_dataset_of_keras_without_an_end_is_refused():
+    class Endless:  # a keras.utils.PyDataset
+        num_batches = None
+
+        def __getitem__(self, k):
+            return torch.zeros(2, 4)
+
+        def __iter__(self):
+            yield from map(self.__getitem__, itertools.count())
+
+    class Unnumbered(Endless):
+        @property
+        def num_batches(self):
+            raise NotImplementedError
+
+    for data in (Endless(), Unnumbered()):
+        with pytest.raises(DataError, match=r"never end.*dataset\[k\] for k in range"):
+            iterate(data)

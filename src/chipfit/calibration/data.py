@@ -60,8 +60,8 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
     """
     if callable(data) and not isinstance(data, (Iterable, torch.nn.Module)):
         data = _call_without_arguments(data)
-    if callable(getattr(data, "cardinality", None)) and int(data.cardinality()) == _INFINITE:
-        raise DataError("The data never end", got=type(data).__name__, hint="end them: dataset.take(number of batches)")
+    if hint := _endless(data):
+        raise DataError("The data never end", got=type(data).__name__, hint=f"end them: {hint}")
     if isinstance(data, (np.ndarray, torch.Tensor, Mapping)):
         data = as_tensors(data)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, Iterable):
@@ -82,6 +82,19 @@ def iterate(data: Any, fixed: int = 0, *, single: bool = True) -> Iterator[Any]:
             hint=from_file if isinstance(data, (str, Path)) else "wrap a single batch in a list: [batch]",
         )
     return (sample for batch in data for sample in _single_samples(batch)) if fixed == 1 and single else iter(data)
+
+
+def _endless(data: Any) -> str:
+    """Return what ends a tf.data.Dataset or a keras.utils.PyDataset that has no end; "" for other data."""
+    if callable(getattr(data, "cardinality", None)):
+        return "dataset.take(number of batches)" if int(data.cardinality()) == _INFINITE else ""
+    try:
+        ends = (
+            hasattr(data, "__len__") or not hasattr(data, "__getitem__") or getattr(data, "num_batches", 0) is not None
+        )
+    except NotImplementedError:  # the default of Keras, which then counts on
+        ends = False
+    return "" if ends else "[dataset[k] for k in range(number of batches)], or give it a number as `num_batches`"
 
 
 def _batch_slices(rows: int, fixed: int) -> Iterator[slice]:
