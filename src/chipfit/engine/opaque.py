@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chipfit.engine.operand_checks import LARGEST, checked
+from chipfit.engine.pairs import on_pairs
 from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError, OutOfBoundsError
 from chipfit.files import package_data
@@ -70,7 +71,8 @@ def resolve_target(target: str) -> Callable[..., Any]:
     if module == "torch" and name in _SYMBOLIC and hasattr(torch, name):
         symbolic: Callable[..., Any] = getattr(torch, name)
         return symbolic
-    return checked(listed(target))
+    op = listed(target)
+    return checked(op, on_pairs(op))
 
 
 def listed(target: str, *, in_place: bool = False) -> torch._ops.OpOverload:

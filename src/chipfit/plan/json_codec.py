@@ -272,7 +272,7 @@ def _check_numbers(graph: Graph) -> None:
     for name, w in graph.weights.items():
         if bool(w.isnan().any()):
             raise PlanError(f"The weight '{name}' holds NaN")
-        if name in graph.trainable and not w.is_floating_point():
+        if name in graph.trainable and not (w.is_floating_point() or w.is_complex()):
             raise PlanError(f"The trainable weight '{name}' must hold floats", got=str(w.dtype))
 
 
