@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from chipfit.calibration.batch_parts import batch_parts
 from chipfit.calibration.data import empty_data_error
 from chipfit.calibration.histogram import Histogram, in_memory_order
 from chipfit.engine.memory import memory_errors
@@ -187,8 +188,8 @@ class Seen(NamedTuple):
     counted: torch.Tensor | None  #: the elements that the histogram counts, [N]
 
     @classmethod
-    def of(cls, x: torch.Tensor, need: Need) -> Seen:
-        """Return what is needed of a batch, float32, any shape."""
+    def of(cls, x: torch.Tensor, need: Need, parts: float = 1.0) -> Seen:
+        """Return what is needed of a batch, float32, any shape; or of one of its `parts`, in memory of its own."""
         flat = in_memory_order(x)
         if need.channel_axis is None:
             numbers = [*torch.aminmax(flat)]
@@ -198,8 +199,21 @@ class Seen(NamedTuple):
             others = [k for k in range(rows.dim()) if k != channel]
             numbers = [f(rows, others) for f in (torch.sum, torch.amin, torch.amax)]
             numbers += [rows.square().sum(others)] if need.squares else []
-        counted = _some(flat if need.weights is None else x.reshape(-1)) if need.histogram else None
+        counted = _some(flat if need.weights is None else x.reshape(-1), parts) if need.histogram else None
+        if parts > 1 and counted is not None and counted.numel() == flat.numel():
+            counted = counted.clone()  # an operator may overwrite its operand
         return cls(x.shape, numbers, counted)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Seen]) -> Seen:
+        """Return what was seen of a batch that ran in parts along axis 0."""
+        first = parts[0]
+        ends: list[Any] = [torch.amin, torch.amax]
+        joins = ends if len(first.numbers) == 2 else [torch.sum, *ends, torch.sum]
+        columns = zip(joins, zip(*(p.numbers for p in parts), strict=True), strict=False)
+        shape = torch.Size([sum(p.shape[0] for p in parts), *first.shape[1:]])
+        counted = None if first.counted is None else torch.cat([p.counted for p in parts if p.counted is not None])
+        return cls(shape, [f(torch.stack(column), 0) for f, column in columns], counted)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -216,11 +230,11 @@ class Seen(NamedTuple):
         return Seen(self.shape, numbers, None if self.counted is None else parts[-1])
 
 
-def _some(flat: torch.Tensor) -> torch.Tensor:
-    """Return the elements that a histogram counts."""
-    if flat.numel() <= _SMALL:
+def _some(flat: torch.Tensor, parts: float = 1.0) -> torch.Tensor:
+    """Return the elements that a histogram counts of a batch, or of one of its `parts`."""
+    if flat.numel() * parts <= _SMALL:
         return flat
-    every = next((p for p in _PERIODS if flat.numel() // p * _BLOCK <= _COUNTED), _PERIODS[-1])
+    every = next((p for p in _PERIODS if flat.numel() * parts // p * _BLOCK <= _COUNTED), _PERIODS[-1])
     return flat[: flat.numel() // every * every].view(-1, every)[:, :_BLOCK].reshape(-1)
 
 
@@ -237,14 +251,15 @@ def collect(
     """
     graph = placed(graph)
     seen, count = _Observer(graph, tensors), 0
+    weighted = any(need.weights is not None for need in tensors.values())
 
     def hook(node: Node, outputs: tuple[Any, ...]) -> tuple[Any, ...]:
         for o, x in zip(node.outputs, seen.with_all_cells(node, outputs), strict=False):
             seen.see(o, x)
         return outputs
 
-    def channels_last(batch: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # lazily: only `run` holds the copies
-        for name, x in zip(graph.inputs, batch, strict=True):
+    def channels_last(part: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # lazily: only `run` holds the copies
+        for name, x in zip(graph.inputs, part, strict=True):
             x = x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
             seen.see(name, x)
             yield x
@@ -253,7 +268,9 @@ def collect(
         for batch in batches:
             batch = inputs_on(graph.device, batch)
             seen.begin(count, batch)
-            _run_checked(graph, batch, channels_last(batch), hook, count)
+            for part in [batch] if weighted else batch_parts(graph, batch):
+                seen.parts = len(batch[0]) / len(part[0]) if len(part[0]) < len(batch[0]) else 1.0
+                _run_checked(graph, batch, channels_last(part), hook, count)
             seen.end()
             count += 1
         seen.finish()
@@ -279,6 +296,8 @@ class _Observer:
         self.lstms = {n.name for n in graph if n.op == "LSTM" and n.outputs[-1] in needs and keeps_states(graph, n)}
         self.read = {i: torch.empty(0) for n in graph.nodes if n.name in self.lstms for i in graph.activations(n)}
         self.batch = 0
+        self.parts = 1.0  #: by which a batch is larger than the part of it that runs
+        self.of_parts: dict[str, list[Seen]] = {}
         self.valid: ValidTokens | None = None
         self.waiting = list[tuple[str, Seen, torch.Tensor]]()
         self.counter = ThreadPoolExecutor(1)
@@ -296,8 +315,10 @@ class _Observer:
             return
         x = without_padding(x, self.valid).float()
         x = self.hidden[name].bounded(x, self.needs[name].bits) if name in self.hidden else x
-        seen = Seen.of(x, self.needs[name])
-        if x.device.type == "cpu":
+        seen = Seen.of(x, self.needs[name], self.parts)
+        if self.parts > 1:
+            self.of_parts.setdefault(name, []).append(seen)
+        elif x.device.type == "cpu":
             self._add(self.batch, name, seen)
         else:
             self.waiting.append((name, seen, seen.packed()))
@@ -311,7 +332,10 @@ class _Observer:
         return *results[:-1], cell_states(x, w, r, *others, **n.attrs)
 
     def end(self) -> None:
-        """Read what has been seen on a device, and begin to add it."""
+        """Add what has been seen of parts; read what has been seen on a device, and begin to add it."""
+        for name, seen_of in self.of_parts.items():
+            self._add(self.batch, name, Seen.joined(seen_of))
+        self.of_parts.clear()
         if not self.waiting:
             return
         here = on_cpu([packed for *_, packed in self.waiting])
