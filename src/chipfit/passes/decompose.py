@@ -166,8 +166,11 @@ def _divide(new: NewNodes, n: Node) -> str:
 
 
 def _floor_divide(new: NewNodes, n: Node) -> str:
-    new.require(new.graph.is_float(n.output), "its operands are integers, which files divide towards zero")
-    return new.formula("floor(div(a, b, gives=shape))", a=n.inputs[0], b=n.inputs[1], shape=new.shape(n.output))
+    """Return the quotient rounded down; integers, which files divide towards zero, are divided without remainder."""
+    formula = "floor(div(a, b, gives=shape))"
+    if not new.graph.is_float(n.output):
+        formula = "div(sub(a, mod(a, b, gives=shape), gives=shape), b, gives=shape)"
+    return new.formula(formula, a=n.inputs[0], b=n.inputs[1], shape=new.shape(n.output))
 
 
 def _negative(new: NewNodes, n: Node) -> str:

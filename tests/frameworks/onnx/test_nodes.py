@@ -14,6 +14,7 @@ from chipfit.export.onnx.writer import export_onnx
 from chipfit.export.tflite.writer import export_tflite
 from chipfit.frameworks import capture, load_model
 from chipfit.operators.table import OPS
+from tests.build import model_of
 from tests.export.operators import CASES, DETECTED, alone
 from tests.onnx_models import onnx_node, onnx_of
 
@@ -139,6 +140,18 @@ def test_a_quotient_of_integers_is_rounded_towards_zero_in_all_files(kind, tmp_p
         assert y.dtype is kind and y.tolist() == [[-3, -3, 2, 2]]
 
 
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+def test_a_quotient_of_integers_that_is_rounded_down_is_that_in_all_files(kind, tmp_path):
+    """-7 / 2 is -4, 7 / -2 is -4, -8 / -3 is 2."""
+    given = [torch.tensor([[-7, 7, -8, 6]], dtype=kind), torch.tensor([[2, -2, -3, 3]], dtype=kind)]
+    made = capture(model_of(lambda _, a, b: a // b), tuple(given))
+    assert [n.op for n in made.nodes] == ["FloorDiv"]
+    files = [write(made, None, tmp_path / name, **how) for name, (write, how) in _WRITERS.items()]
+    for graph in [made, *(capture(load_model(f), given) for f in files)]:
+        (y,) = run(graph, given, keep=graph.outputs).values()
+        assert y.dtype is kind and y.tolist() == [[-4, -4, 2, 2]]
+
+
 def test_the_least_integer_divided_by_minus_one_stays_itself():
     model = onnx_of("y = Div(a, b)", inputs={"a": None, "b": None}, types=dict.fromkeys("aby", onnx.TensorProto.INT32))
     one = torch.ones(1, 2, dtype=torch.int32)
@@ -167,6 +180,35 @@ def test_sums_and_products_of_32_bit_integers_have_32_bits(op):
     (y,) = run(read, [x], keep=read.outputs).values()
     assert y.dtype is torch.int32 and "Opaque" not in {n.op for n in read.nodes}
     assert y.tolist() == [{"CumSum": [3, 5, 9], "CumProd": [3, 6, 24], "ReduceSum": [9], "ReduceProd": [24]}[op]]
+
+
+@pytest.mark.parametrize(
+    "op, attrs, index, new, want",
+    [
+        ("ScatterElements", {"axis": 1}, [[2, -4]], [[7.0, 8.0]], [8, 2, 7, 4]),
+        ("ScatterElements", {"axis": 1, "reduction": "add"}, [[2, 2]], [[7.0, 8.0]], [1, 2, 18, 4]),
+        ("ScatterND", {}, [[0, 1], [0, -1]], [7.0, 8.0], [1, 7, 3, 8]),
+        ("ScatterND", {"reduction": "max"}, [[0, 1], [0, 2]], [7.0, 0.5], [1, 7, 3, 4]),
+    ],
+)
+def test_few_elements_at_places_that_depend_on_data_are_written_by_canonical_operators(op, attrs, index, new, want):
+    """1, 2, 3, 4 with some numbers replaced; a place below zero counts from the end."""
+    names = {"x": (1, 4), "index": np.shape(index), "new": np.shape(new)}
+    types = {"index": onnx.TensorProto.INT64}
+    model = onnx_of(onnx_node(f"y = {op}(x, index, new)", **attrs), inputs=names, types=types)
+    given = [torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor(index), torch.tensor(new)]
+    read = capture(load_model(model), given)
+    assert "Opaque" not in {n.op for n in read.nodes}
+    assert run(read, given, keep=read.outputs)[read.outputs[0]].tolist() == [want]
+
+
+@pytest.mark.parametrize("op, keep, want", [("ArgMax", 0, [2]), ("ArgMin", 1, [[3]])])
+def test_the_last_of_equal_extremes_is_found_by_canonical_operators(op, keep, want):
+    node = onnx_node(f"y = {op}(x)", axis=1, keepdims=keep, select_last_index=1)
+    x = torch.tensor([[0.0, 5.0, 5.0, 0.0]])
+    read = capture(load_model(onnx_of(node, inputs={"x": (1, 4)}, types={"y": onnx.TensorProto.INT64})), [x])
+    assert "Opaque" not in {n.op for n in read.nodes}
+    assert run(read, [x], keep=read.outputs)[read.outputs[0]].tolist() == want
 
 
 W = np.random.default_rng(0).normal(size=(3, 6, 2, 4)).astype(np.float32)

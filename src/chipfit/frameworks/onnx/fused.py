@@ -14,7 +14,7 @@ import onnx
 import onnx_ir as ir
 from onnx import helper, numpy_helper
 
-from chipfit.frameworks.onnx.call import OnnxCall
+from chipfit.frameworks.onnx.call import OnnxCall, Operand
 from chipfit.frameworks.onnx.model import domain_of
 from chipfit.frameworks.onnx.read import readers_of
 from chipfit.frameworks.reading import Unreadable, present, require
@@ -378,3 +378,57 @@ def _reverse(f: Body) -> None:
     axis, x, lengths = f.attr("time_axis", 0), f.call.operand(0), f.call.operand(1)
     require(lengths.numbers and all((n == m.shape[axis]).all() for n, m in zip(lengths.numbers, x.metas, strict=True)))
     f.result(0, f.op("Slice", f.given(0), *(f.constant([v]) for v in (-1, np.iinfo(np.int64).min, axis, -1))))
+
+
+# ---------------------------------------------------------------- elements at places that depend on data
+
+#: elements, of each row or in all, that are written one after the other
+_MOST_WRITTEN = 8
+_COMBINED = {"add": "Add", "mul": "Mul", "max": "Max", "min": "Min"}
+
+
+def _hit(f: Body, index: str, axis: int, size: int, rank: int) -> str:
+    """Return where indices along an axis, which may count from the end, are the place on it."""
+    places = np.arange(size).reshape([-1 if k == axis else 1 for k in range(rank)])
+    return f.op("Or", *(f.op("Equal", index, f.constant(p)) for p in (places, places - size)))
+
+
+def _put(f: Body, y: str, hit: str, new: str) -> str:
+    """Return y with new elements, or their combination with those of y, where `hit` is true."""
+    how = _COMBINED.get(f.attr("reduction", "none"))
+    return f.op("Where", hit, new if how is None else f.op(how, y, new), y)
+
+
+def _same_sizes(x: Operand, other: Operand, axes: Sequence[int]) -> bool:
+    return all(m.shape[k] == o.shape[k] for m, o in zip(x.metas, other.metas, strict=True) for k in axes)
+
+
+@_composes("ScatterElements Scatter")
+def _scatter_elements(f: Body) -> None:
+    """Enter a selection for each of few elements of a row, as at places that TopK or ArgMax find."""
+    x, index, axis = f.call.operand(0), f.call.operand(1), f.attr("axis", 0) % f.rank(0)
+    count, y = present(index.shape[axis]), f.given(0)
+    require(1 <= count <= _MOST_WRITTEN and _same_sizes(x, index, [k for k in range(x.rank) if k != axis]))
+    parts = (f.parts(f.given(k), axis, [1] * count) for k in (1, 2))
+    for place, new in zip(*parts, strict=True):
+        y = _put(f, y, _hit(f, place, axis, present(x.shape[axis]), x.rank), new)
+    f.result(0, y)
+
+
+@_composes("ScatterND")
+def _scatter_nd(f: Body) -> None:
+    """Enter a selection for each of few parts of x, as of a cache that a step writes."""
+    x, index = f.call.operand(0), f.call.operand(1)
+    axes, count = present(index.shape[-1]), int(np.prod([present(n) for n in index.shape[:-1]]))
+    rest, y = x.shape[axes:], f.given(0)
+    require(1 <= count <= _MOST_WRITTEN and axes and rest.count(None) <= 1)
+    rows = f.parts(f.op("Reshape", f.given(1), f.constant([count, axes])), 0, [1] * count)
+    shape = f.constant([count, *(-1 if n is None else n for n in rest)])
+    for row, new in zip(rows, f.parts(f.op("Reshape", f.given(2), shape), 0, [1] * count), strict=True):
+        places = (f.op("Reshape", p, f.constant(np.ones(x.rank, np.int64))) for p in f.parts(row, 1, [1] * axes))
+        hits = [_hit(f, place, k, present(x.shape[k]), x.rank) for k, place in enumerate(places)]
+        hit = hits[0]
+        for other in hits[1:]:
+            hit = f.op("And", hit, other)
+        y = _put(f, y, hit, new)
+    f.result(0, y)

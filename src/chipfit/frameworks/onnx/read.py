@@ -516,6 +516,17 @@ def _mod(c: OnnxCall, op: str) -> Any:
     return c.formula(f"{op.lower()}(abs(a), abs(b)) * sign(a)", a=a, b=b)
 
 
+def _arg_max(c: OnnxCall, op: str) -> Any:
+    """Read the index of the first extreme, or that of the last one: the first of the reversed axis."""
+    x, attrs = c.operand(0), {"axis": c.attr("axis"), "keepdims": bool(c.attr("keepdims"))}
+    if not c.attr("select_last_index"):
+        return c.emit(op, [x], **attrs)
+    last = present(x.shape[attrs["axis"]]) - 1
+    backwards = c.new_weight(torch.arange(last, -1, -1), "backwards")
+    first = c.step(op, [c.step("Gather", [x, backwards], axis=attrs["axis"] % x.rank)], **attrs)
+    return c.emit("Sub", [c.new_weight(torch.tensor(last), "last"), first])
+
+
 @reads("Xor")
 def _xor(c: OnnxCall) -> Any:
     return c.formula("not a == b", a=c.operand(0), b=c.operand(1))
@@ -858,7 +869,7 @@ def _space_to_depth(c: OnnxCall, op: str) -> Any:
 _LEAST_LENGTH = 1e-12
 #: functions of a call and its canonical operator that cells name
 _READERS_OF = by_name(
-    *(_layer_norm, _group_norm, _lp_norm, _softmax, _prelu, _hard_sigmoid, _gelu, _mod, _arithmetic, _reduce),
+    *(_layer_norm, _group_norm, _lp_norm, _softmax, _prelu, _hard_sigmoid, _gelu, _mod, _arg_max, _arithmetic, _reduce),
     *(_gather_elements, _space_to_depth, _grid_sample),
 )
 read_column("onnx", _enter_cell, READERS)

@@ -228,11 +228,11 @@ def _truncated(c: TorchCall) -> Any:
 
 @reads("floor_divide")
 def _floor_divide(c: TorchCall) -> Any:
-    """Read a quotient of floats that is rounded down, or towards zero."""
+    """Read a quotient that is rounded down, or towards zero, as that of integers is."""
     a, b = c.number_or_value("self"), c.number_or_value("other")
-    truncates = c.static("rounding_mode") == "trunc"
-    require(c.result.dtype.is_floating_point)
-    return c.formula(f"x = a / b; {_TOWARDS_ZERO}" if truncates else "floordiv(a, b)", a=a, b=b)
+    if c.static("rounding_mode") != "trunc":
+        return c.formula("floordiv(a, b)", a=a, b=b)
+    return c.formula(f"x = a / b; {_TOWARDS_ZERO}" if c.result.dtype.is_floating_point else "a / b", a=a, b=b)
 
 
 def _remainder(c: TorchCall, op: str) -> Any:
