@@ -12,7 +12,7 @@ from chipfit.errors import UnsupportedError
 from chipfit.frameworks.torch.capture import capture
 from chipfit.passes.decompose import decompose
 from chipfit.plan.record import Plan
-from tests.build import model_of
+from tests.build import model_of, quantized
 
 KINDS = [nn.LSTM, nn.GRU, nn.RNN]
 FORMS = [{}, {"bias": False}, {"bidirectional": True, "num_layers": 2}, {"batch_first": False}]
@@ -147,3 +147,16 @@ def test_weights_of_the_steps_train_under_their_own_names():
     named = dict(result.model.named_parameters())
     for name in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"):
         assert named[f"layer.{name}"].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_last_state_is_rounded_only_for_what_reads_it_outside_of_a_float_layer(kind):
+    def forward(m, x):
+        y, last = m.layer(x)
+        return m.head((last[0] if isinstance(last, tuple) else last)[0]), y.amax(1)
+
+    torch.manual_seed(0)
+    model = model_of(forward, layer=kind(4, 6, batch_first=True), head=nn.Linear(6, 3))
+    result = quantized(model, torch.randn(16, 5, 4), "tflite_int8", overrides={"layer": "float"})
+    check = result.verify([torch.randn(16, 5, 4)])
+    assert check.exact and check.integers > 0
