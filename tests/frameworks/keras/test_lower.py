@@ -110,6 +110,25 @@ def test_a_layer_that_is_used_often_is_one_layer():
     assert len(wrapper.own_biases) == 2  # one for each scale of the input after the first
 
 
+def test_functions_of_the_user_that_keras_cannot_restore_are_left_out_of_the_simulation():
+    def halves(shape, dtype=None):
+        return keras.ops.full(shape, 0.5, dtype=dtype)
+
+    class Unregistered(keras.constraints.Constraint):
+        def __call__(self, w):
+            return w
+
+    x = np.ones((8, 4), "float32")
+    settings = {"kernel_initializer": halves, "bias_initializer": lambda shape, dtype=None: keras.ops.ones(shape)}
+    model = keras_sequential((4,), layers.Dense(2, **settings))
+    simulation = chipfit.quantize(model, [x], progress=False).model
+    np.testing.assert_allclose(*map(keras.ops.convert_to_numpy, (simulation(x), model(x))), rtol=0.02)
+    model = keras_sequential((4,), layers.Dense(2, name="bounded", kernel_constraint=Unregistered()))
+    result = chipfit.quantize(model, [x], progress=False)
+    with pytest.warns(UserWarning, match=r"without the kernel_constraint of 'bounded'.*register_keras_serializable"):
+        result.model.build(x.shape)
+
+
 def test_regularizers_and_constraints_of_the_user_stay():
     dense = layers.Dense(3, kernel_regularizer="l2", bias_constraint="non_neg", name="head")
     model = keras_sequential((4,), dense)

@@ -1,6 +1,7 @@
 """Build a Keras model that simulates the chip from a Graph and a Plan, train it, and read its numbers back."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,6 +38,13 @@ from chipfit.quantizers.algorithms.ste import STE
 from chipfit.quantizers.scale_bounds import scale_growth
 from chipfit.quantizers.stored import Stored
 
+#: last word of an entry in a layer's configuration -> function that restores its object
+_RESTORE: dict[str, Callable[[Any], Any]] = {
+    "initializer": keras.initializers.get,
+    "regularizer": keras.regularizers.get,
+    "constraint": keras.constraints.get,
+}
+
 
 def lower(graph: Graph, plan: Plan, training: Training | None = None) -> QuantizedModel:
     """Build the trainable simulation of `graph` under `plan`, on the Keras backend of this process.
@@ -48,6 +56,21 @@ def lower(graph: Graph, plan: Plan, training: Training | None = None) -> Quantiz
         UnsupportedError: Keras has no counterpart of an operator, or an algorithm cannot train a tensor.
     """
     return Builder(graph, plan, training or Training()).build()
+
+
+def _restorable(node: Node) -> dict[str, Any]:
+    """Return the configuration of a user's layer without functions and classes that Keras cannot restore by name."""
+    kept = {}
+    for key, value in node.config.items():
+        try:
+            _RESTORE.get(key.rpartition("_")[2], bool)(value)
+        except (TypeError, ValueError):
+            if not key.endswith("initializer"):  # the weights are there
+                what = f"The simulation trains without the {key} of '{node.layer}', which is not registered in Keras; "
+                warnings.warn(what + "register it: @keras.saving.register_keras_serializable()", stacklevel=2)
+        else:
+            kept[key] = value
+    return kept
 
 
 class Builder:
@@ -249,7 +272,7 @@ class Builder:
             weights = {f"w{k}": i for k, i in enumerate(node.inputs) if i is not None and i in self.graph.weights}
             return self._canonical(node), weights, ""
         cls, config, variables = chosen
-        own = node.config if node.layer_type == cls.__name__ else {}  # so that initializers and constraints stay
+        own = _restorable(node) if node.layer_type == cls.__name__ else {}  # so that constraints stay
         layout = DEPTHWISE if cls is keras.layers.DepthwiseConv2D else _kind(node)
         return cls.from_config({**own, **config, "name": self._unique(node.name)}), variables, layout
 
