@@ -355,6 +355,10 @@ def test_masks_of_attention_are_read():
     assert OPAQUE not in {n.op for n in graph.nodes} and "SDPA" in {n.op for n in graph.nodes}
 
 
+def test_values_of_attention_may_be_longer_than_keys():
+    assert "SDPA" in ops_of(lambda x: layers.MultiHeadAttention(2, 4, value_dim=6, output_shape=8)(x, x[:, :3]), 5, 8)
+
+
 def test_attention_hides_what_an_embedding_masks():
     words = layers.Embedding(4, 8, mask_zero=True)
     graph = read(

@@ -564,7 +564,8 @@ def _attention(
     require(query.shape[2] == key.shape[2] and isinstance(scale, (float, int, type(None))))
     operands: list[Value | str]
     operands = [_permuted(r, x, (0, 2, 1, 3), part) for x, part in ((query, "query"), (key, "key"), (value, "value"))]
-    n, t, h, d = r.shape
+    n, t, h, _ = r.shape  # for the last size, Keras states that of the query
+    d = value.shape[3]
     if mask is not None:  # a row that is hidden throughout gives the mean of all values, as in Keras
         numbers = [r.operand(x) for x in (0.0, HIDDEN_SCORE)]
         bias = r.step("Where", [r.operand(mask, "bool"), *numbers], "mask")
@@ -572,7 +573,7 @@ def _attention(
     y = r.emit(
         "SDPA", operands, (n, h, t, d), part="product", is_causal=bool(r.op.is_causal), scale=scale, enable_gqa=False
     )
-    return r.emit("Transpose", [y], perm=(0, 2, 1, 3))
+    return r.emit("Transpose", [y], (n, t, h, d), perm=(0, 2, 1, 3))
 
 
 def _permuted(r: KerasCall, x: Value, perm: Sequence[int], part: str) -> Value:
