@@ -23,6 +23,7 @@ from chipfit.files import MANIFEST, current_folder, read_text, replace_folder, w
 from chipfit.platform.save import export_platform
 from chipfit.target_platform import export_target_platform_capabilities
 from tests.build import images, quantized, sequential
+from tests.processes import python
 
 KILLED = """
 import os, sys
@@ -42,8 +43,7 @@ def put(directory, text="new"):
 
 def killed(act, hook="install_folder"):
     """Run a writer in a process of its own that dies where it calls `hook`."""
-    done = subprocess.run([sys.executable, "-c", KILLED.format(hook=hook, act=act)], check=False)
-    assert done.returncode == -9
+    assert python(KILLED.format(hook=hook, act=act)).returncode == -9
 
 
 def here(folder):

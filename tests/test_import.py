@@ -10,6 +10,7 @@ import pytest
 
 import chipfit
 from chipfit._version import PYTHON, TORCH
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,4 +75,4 @@ def test_names_load_with_garbage_collection_paused():
         "chipfit.quantize\n"
         "print(seen.count('start') < 3, gc.isenabled())"  # one may follow at once
     )
-    assert subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True).stdout == "True True\n"
+    assert python(probe).stdout == "True True\n"

@@ -1,8 +1,6 @@
 """What is dropped in declares itself completely, under a name of its own; and is loaded only when it is asked for."""
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +10,7 @@ from chipfit import registry
 from chipfit.errors import ConfigError, ExportError, RegistrationError, UnknownNameError
 from chipfit.ranges import rule_of
 from chipfit.registry import Setting, ordered, register
+from tests.processes import python
 
 pytestmark = pytest.mark.usefixtures("drop_ins")
 
@@ -58,7 +57,7 @@ def test_a_name_of_the_package_is_taken_before_anything_is_looked_up():
     code = "from chipfit.registry import register\nfrom tests.test_registry import Mine\n"
     code += "try: register('range', 'mse')(Mine)\nexcept Exception as e: print(e)\n"
     code += "register('range', 'KLDObserver')(Mine)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python(code)
     taken = "The range rule '{}' exists already.*Got:.*{}"
     assert re.search(taken.format("mse", r"chipfit\.ranges\.mse\.MseRange"), done.stdout, re.DOTALL)
     assert re.search(f"RegistrationError: {taken.format('KLDObserver', 'another name of .kl')}", done.stderr, re.DOTALL)
@@ -134,8 +133,7 @@ def test_looking_up_one_entry_loads_its_file_alone():
         "import sys\nfrom chipfit.registry import lookup\nlookup('range', 'mse')\n"
         "print([m for m in ('chipfit.ranges.kl', 'chipfit.ranges.mse', 'onnx', 'keras') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['chipfit.ranges.mse']"
+    assert python(code).stdout == "['chipfit.ranges.mse']\n"
 
 
 @pytest.mark.parametrize(

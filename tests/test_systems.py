@@ -15,6 +15,7 @@ from chipfit.calibration.source import MemoryLimit
 from chipfit.cli.inputs import load_data, load_model
 from chipfit.errors import CaptureError, DataError
 from tests.build import images, sequential
+from tests.processes import python
 from tests.windows import POSIX_MODULES, POSIX_NAMES, windows  # noqa: F401 -- a fixture
 
 
@@ -72,7 +73,7 @@ for found in pkgutil.walk_packages(chipfit.__path__, "chipfit."):
 def test_every_module_is_imported_without_the_modules_of_posix():
     names = {module.__name__: found for module, found in POSIX_NAMES.items()}
     script = IMPORTS.format(modules=POSIX_MODULES, **names)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = python(script)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

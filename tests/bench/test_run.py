@@ -2,8 +2,6 @@
 
 import resource
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from chipfit.errors import ConfigError, ExportError, UnknownNameError
 from chipfit.files import lock_folder
 from tests.bench.tiny import config, image_folder, quiet, without_training
 from tests.build import command
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 NO_STEPS = {"kwargs": {"base_lr": 0.01, "max_iter": 0}}
@@ -63,8 +62,7 @@ run(of(config()), Path(sys.argv[1]), lambda text: text.startswith("step 8:") and
 
 
 def test_an_experiment_whose_process_is_killed_resumes_to_the_same_outcome(trained, tmp_path):
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert python(KILLED, tmp_path).returncode == -signal.SIGKILL
     messages = []
     resumed = run(of(config()), tmp_path, messages.append)
     assert "resumes at step 4" in messages and without_seconds(resumed) == without_seconds(trained)
@@ -217,6 +215,5 @@ def test_a_run_below_the_median_of_its_study_stops_early_on_request(home, tmp_pa
 
 def test_the_documents_command_reads_an_experiment(home, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config(backend="tensort")))
-    command = [sys.executable, "-u", "-m", "chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml"]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = python("-m chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml", cwd=tmp_path)
     assert said.returncode == 2 and "tensorrt" in said.stderr  # it has read the file, and names what is near

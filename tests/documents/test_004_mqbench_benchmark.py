@@ -1,8 +1,5 @@
 """Statements of the document "Benchmark" of MQBench; more about each in tests/mqbench and tests/bench."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from chipfit.registry import register
 from tests.bench.tiny import config
 from tests.build import randn, small_cnn
 from tests.mqbench.test_quantizers import DocumentLSQ
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 SNPE = {"ada_sign": False, "symmetry": False, "per_channel": False, "pot_scale": False}
@@ -99,9 +97,7 @@ def test_the_core_command_runs_an_experiment(tmp_path):
     data = {**config()["data"], "train": {"images": 100}, "test": {"images": 20}}
     given = config(data=data, deploy=[], saver={"print_freq": 100, "val_freq": 100, "pretrain": {"epochs": 1}})
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
-    command = [sys.executable, "-u", "-m", "chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml"]
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = python("-m chipfit.bench.solver.cls_quant_solver", "--config", "config.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = Store(tmp_path / "bench_runs" / "runs.sqlite").rows()
     assert 0 <= row["outcome"]["top1"] <= 100

@@ -1,8 +1,6 @@
 """Results on disk: what comes back is what was saved, and anything else is refused by name."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from chipfit.plan.record import NodePlan, Plan, hash_graph
 from chipfit.platform.load import load as load_platform
 from chipfit.platform.load import names
 from tests.build import accept, graph_of, model_of, node, quantized, randn, tampered
+from tests.processes import python
 
 X = torch.randn(4, 2, 6, 6, generator=torch.Generator().manual_seed(2))
 
@@ -78,7 +77,7 @@ def test_a_fresh_process_without_the_model_class_loads_it(result, saved):
         f"import torch, chipfit; from pathlib import Path; root = Path({str(saved.parent)!r}); "
         "torch.save(chipfit.load(root / 'out').model(torch.load(root / 'x.pt'))['y'], root / 'y.pt')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python(code).returncode == 0
     assert torch.equal(torch.load(saved.parent / "y.pt"), result.model(X)["y"])
 
 

@@ -12,6 +12,7 @@ from chipfit import Report
 from chipfit.errors import ExportError, PlanError, UnknownNameError
 from chipfit.search.sensitivity import Sensitivity
 from tests.build import quantized, sequential
+from tests.processes import python
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +99,8 @@ def test_without_matplotlib_the_command_that_installs_it_is_named(result, monkey
 
 
 def test_matplotlib_is_imported_by_the_first_plot_only():
-    import subprocess
-
     code = "import chipfit, sys; chipfit.quantize; chipfit.Report; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python(code).returncode == 0
 
 
 def test_a_report_that_was_saved_is_read_printed_and_drawn_again(result, tmp_path):

@@ -1,7 +1,5 @@
 """From a Keras model to a verified file: everything that a user does, on every backend."""
 
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -19,6 +17,7 @@ from chipfit.errors import CaptureError, PlanError, UnsupportedError  # noqa: E4
 from chipfit.plan.diff import diff  # noqa: E402
 from tests.frameworks.keras.test_lower import flat, quantized  # noqa: E402
 from tests.keras_zoo import make  # noqa: E402
+from tests.processes import python  # noqa: E402
 
 
 def on(backend):
@@ -193,15 +192,6 @@ def test_code_in_a_file_is_never_executed(tmp_path):
 # ---------------------------------------------------------------- what loads what
 
 
-def python(code, **environment):
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip().splitlines()[-1] if done.returncode == 0 else done.stderr
-
-
 @pytest.mark.skipif(not on("torch"), reason="the backend does not matter")
 def test_a_torch_user_never_loads_keras():
     code = """
@@ -212,7 +202,7 @@ result = chipfit.quantize(model, x, progress=False)
 result.model(x[0]); result.verify(x); result.report.to_dict()
 print(sorted({"keras", "tensorflow", "jax", "tf_keras"} & set(sys.modules)))
 """
-    assert python(code) == "[]"
+    assert python(code).stdout == "[]\n"
 
 
 @pytest.mark.skipif(not on("torch"), reason="the backend does not matter")
@@ -226,7 +216,7 @@ from chipfit.frameworks import load
 try: load({str(tmp_path / "model.keras")!r})
 except Exception as e: print(type(e).__name__, e)
 """
-    said = python(code, KERAS_BACKEND=backend)
+    said = python(code, KERAS_BACKEND=backend).stdout
     assert (
         said.startswith("CaptureError Keras cannot be imported")
         and "set KERAS_BACKEND to a backend that is installed" in said
@@ -241,14 +231,13 @@ def test_a_file_is_loaded_on_torch_unless_the_configured_backend_is_installed(tm
     (tmp_path / "keras.json").write_text('{"backend": "absent"}')
     for name, call in (("model.keras", "chipfit.load_model"), ("saved", "chipfit.load")):
         code = f"""
-import os
-del os.environ["KERAS_BACKEND"]
 import chipfit
 {call}({str(tmp_path / name)!r})
 import keras
 print(keras.backend.backend())
 """
-        assert python(code, KERAS_HOME=str(tmp_path), HOME=str(tmp_path)) == "torch", name
+        done = python(code, KERAS_BACKEND=None, KERAS_HOME=str(tmp_path), HOME=str(tmp_path))
+        assert done.stdout.endswith("torch\n"), (name, done.stderr)
 
 
 def test_every_layer_can_be_named_although_it_is_joined_folded_or_computes_nothing():

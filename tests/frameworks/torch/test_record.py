@@ -2,8 +2,6 @@
 
 import copy
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -21,6 +19,7 @@ from chipfit.frameworks.torch.record import record, recorded_result
 from chipfit.frameworks.torch.translate import translate
 from chipfit.graph.ir import OPAQUE, Graph
 from tests.build import model_of
+from tests.processes import python
 from tests.zoo import make
 
 
@@ -384,5 +383,4 @@ def test_a_plain_network_is_quantized_without_loading_the_compiler():
         "chipfit.quantize(net, [torch.randn(2, 3, 8, 8)], progress=False)\n"
         "print('LOADED', sorted({'torch._dynamo', 'torch._inductor', 'sympy'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("LOADED []")
+    assert python(probe).stdout == "LOADED []\n"
