@@ -194,8 +194,7 @@ QUIET = randn(128, 20) * 10 ** -(3 * torch.arange(128.0)[:, None] / 128)
 
 
 @pytest.mark.parametrize(
-    ("forward", "x"),
-    [(normalized, randn(128, 4) * SCALES), (time_step, torch.arange(128) * 7), (log_spectrum, QUIET)],
+    ("forward", "x"), [(normalized, randn(128, 4) * SCALES), (time_step, torch.arange(128) * 7), (log_spectrum, QUIET)]
 )
 def test_cheap_layers_that_need_more_than_8_bits_stay_in_float(forward, x, tmp_path):
     model = model_of(forward, layers=mlp(4, 32, 64, 3))

@@ -46,11 +46,7 @@ def ready(graph, opset=18):
 
 def region(graph):
     """A small model as the exporter makes it: with names of its own, one of them left out."""
-    nodes = [
-        onnx_node("b = Mul(a, k)", name="mul"),
-        "c = Clip(b, -, k)",
-        onnx_node("d = Neg(c)", name="neg"),
-    ]
+    nodes = [onnx_node("b = Mul(a, k)", name="mul"), "c = Clip(b, -, k)", onnx_node("d = Neg(c)", name="neg")]
     return onnx_of(*nodes, inputs={"a": [2, 3]}, outputs={"d": [2, 3]}, constants={"k": np.float32(3)})
 
 

@@ -27,10 +27,7 @@ SELECTION = (
 )
 #: examples of documents 000 and 002 with layers and functions of a backend
 EXAMPLES = {
-    "tensorflow": [
-        str(HERE.parents[1] / "documents/keras_examples.py"),
-        str(HERE / "test_tensorflow_functions.py"),
-    ]
+    "tensorflow": [str(HERE.parents[1] / "documents/keras_examples.py"), str(HERE / "test_tensorflow_functions.py")]
 }
 
 

@@ -12,30 +12,16 @@ keras = pytest.importorskip("keras")
 from keras import layers, ops  # noqa: E402 -- after the import that may skip
 
 import chipfit  # noqa: E402
+from chipfit import trainable_infrastructure as infra  # noqa: E402
 from chipfit.constants import MIN_THRESHOLD, RANGE_MAX, RANGE_MIN, THRESHOLD  # noqa: E402
 from chipfit.errors import PlanError, UnknownNameError, UnsupportedError  # noqa: E402
 from chipfit.plan.training import Training  # noqa: E402
 from chipfit.qat import QATConfig, TrainingMethod, result_of  # noqa: E402
 from chipfit.target_platform import QuantizationMethod  # noqa: E402
-from chipfit.trainable_infrastructure import (  # noqa: E402
-    BaseKerasTrainableQuantizer,
-    KerasActivationQuantizationHolder,
-    KerasActivationQuantizer,
-    KerasQuantizationWrapper,
-    KerasWeightsQuantizer,
-    PytorchWeightsQuantizer,
-    QuantizationTarget,
-    TrainableQuantizerActivationConfig,
-    TrainableQuantizerWeightsConfig,
-    VariableGroup,
-    keras_inferable_quantizers,
-    mark_quantizer,
-    pytorch_inferable_quantizers,
-)
 from tests.build import keras_sequential, quantized  # noqa: E402
 from tests.mct.trainable.quantizers_of_a_user import activation, weights  # noqa: E402
 
-iq = keras_inferable_quantizers
+iq = infra.keras_inferable_quantizers
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(16, 6, 6, 2)).astype("float32"), RNG.normal(size=(16, 3)).astype("float32")
 
@@ -48,7 +34,7 @@ def started(name, start, layer, quantizer):
     start = np.asarray(start, "float32")
     variable = layer.add_weight(name=name, shape=start.shape, initializer="zeros", trainable=True)
     variable.assign(start)
-    quantizer.add_quantizer_variable(name, variable, VariableGroup.QPARAMS)
+    quantizer.add_quantizer_variable(name, variable, infra.VariableGroup.QPARAMS)
 
 
 def straight_through(x, y):
@@ -56,9 +42,9 @@ def straight_through(x, y):
 
 
 @keras.saving.register_keras_serializable(package="tests")
-@mark_quantizer(QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "keras_ours")
-class OurWeights(BaseKerasTrainableQuantizer):
-    def __init__(self, quantization_config: TrainableQuantizerWeightsConfig):
+@infra.mark_quantizer(infra.QuantizationTarget.Weights, [QuantizationMethod.SYMMETRIC], "keras_ours")
+class OurWeights(infra.BaseKerasTrainableQuantizer):
+    def __init__(self, quantization_config: infra.TrainableQuantizerWeightsConfig):
         super().__init__(quantization_config)
         self.levels = 2 ** (quantization_config.weights_n_bits - 1)
 
@@ -78,9 +64,9 @@ class OurWeights(BaseKerasTrainableQuantizer):
 
 
 @keras.saving.register_keras_serializable(package="tests")
-@mark_quantizer(QuantizationTarget.Activation, [QuantizationMethod.UNIFORM], "keras_ours")
-class OurActivations(BaseKerasTrainableQuantizer):
-    def __init__(self, quantization_config: TrainableQuantizerActivationConfig):
+@infra.mark_quantizer(infra.QuantizationTarget.Activation, [QuantizationMethod.UNIFORM], "keras_ours")
+class OurActivations(infra.BaseKerasTrainableQuantizer):
+    def __init__(self, quantization_config: infra.TrainableQuantizerActivationConfig):
         super().__init__(quantization_config)
         self.levels = 2**quantization_config.activation_n_bits - 1
 
@@ -116,11 +102,11 @@ def fit(model, epochs=3):
 # ---------------------------------------------------------------- inferable quantizers
 
 
-@pytest.mark.parametrize("name", pytorch_inferable_quantizers.CLASSES)
+@pytest.mark.parametrize("name", infra.pytorch_inferable_quantizers.CLASSES)
 def test_they_round_as_those_of_pytorch_do_and_are_saved(name):
     how = {"num_bits": 3, "threshold": [2.0], "signed": True, "per_channel": False, "lut_values": [-3.0, 0.0, 5.0]}
     how |= {"min_range": [-1.0], "max_range": [2.0]}
-    cls = pytorch_inferable_quantizers.CLASSES[name]
+    cls = infra.pytorch_inferable_quantizers.CLASSES[name]
     given = {k: v for k, v in how.items() if k in inspect.signature(cls).parameters}
     x = RNG.normal(size=(50, 3)).astype("float32")
     q = getattr(iq, name)(**given)
@@ -139,10 +125,12 @@ def test_thresholds_of_channels_run_along_their_axis():
 # ---------------------------------------------------------------- by hand
 
 
-@pytest.mark.parametrize("made", [KerasWeightsQuantizer, OurWeights])
+@pytest.mark.parametrize("made", [infra.KerasWeightsQuantizer, OurWeights])
 def test_the_documents_configurations_train_a_layer(made):
-    wrapper = KerasQuantizationWrapper(layers.Conv2D(4, 3, name="conv"), {"kernel": made(weights())}, name="wrapped")
-    holder = KerasActivationQuantizationHolder(KerasActivationQuantizer(activation()), name="holder")
+    wrapper = infra.KerasQuantizationWrapper(
+        layers.Conv2D(4, 3, name="conv"), {"kernel": made(weights())}, name="wrapped"
+    )
+    holder = infra.KerasActivationQuantizationHolder(infra.KerasActivationQuantizer(activation()), name="holder")
     model = keras_sequential((6, 6, 2), wrapper, holder, layers.Flatten(), layers.Dense(3))
     before = [numbers(v).copy() for v in model.trainable_variables]
     assert len(before) == 6  # kernels and biases, and what both quantizers train
@@ -159,20 +147,20 @@ def test_the_documents_configurations_train_a_layer(made):
 def test_a_quantizer_in_the_wrong_place_is_refused_and_one_that_is_not_enabled_does_nothing():
     def config(enabled):
         params = {THRESHOLD: 2.0}
-        return TrainableQuantizerWeightsConfig(
+        return infra.TrainableQuantizerWeightsConfig(
             QuantizationMethod.SYMMETRIC, 4, params, enabled, None, False, MIN_THRESHOLD
         )
 
     x = RNG.normal(size=(5, 3)).astype("float32")
-    off = KerasQuantizationWrapper(layers.Dense(4), {"kernel": KerasWeightsQuantizer(config(False))})
+    off = infra.KerasQuantizationWrapper(layers.Dense(4), {"kernel": infra.KerasWeightsQuantizer(config(False))})
     assert np.array_equal(numbers(off(x)), numbers(off.layer(x)))
-    on = KerasQuantizationWrapper(layers.Dense(4), {"kernel": KerasWeightsQuantizer(config(True))})
+    on = infra.KerasQuantizationWrapper(layers.Dense(4), {"kernel": infra.KerasWeightsQuantizer(config(True))})
     assert not np.array_equal(numbers(on(x)), numbers(on.layer(x)))
     with pytest.raises(UnknownNameError, match="'kernel'"):
-        KerasQuantizationWrapper(layers.Dense(4), {"kernle": KerasWeightsQuantizer(config(True))})(x)
-    for wrong in (KerasWeightsQuantizer, PytorchWeightsQuantizer):
+        infra.KerasQuantizationWrapper(layers.Dense(4), {"kernle": infra.KerasWeightsQuantizer(config(True))})(x)
+    for wrong in (infra.KerasWeightsQuantizer, infra.PytorchWeightsQuantizer):
         with pytest.raises(UnsupportedError, match="activations of keras"):
-            KerasActivationQuantizationHolder(wrong(config(True)))
+            infra.KerasActivationQuantizationHolder(wrong(config(True)))
 
 
 # ---------------------------------------------------------------- in a whole model
@@ -186,9 +174,9 @@ def init(**options):
 def test_a_quantizer_is_like_an_inferable_one_unless_it_trains():
     result = quantized(small(), torch.from_numpy(X))
     for model, trains in ((result.model, False), (result.trains(Training("lsq")).model, True)):
-        wrappers = [x for x in model.layers if isinstance(x, KerasQuantizationWrapper)]
+        wrappers = [x for x in model.layers if isinstance(x, infra.KerasQuantizationWrapper)]
         (kernel, *_) = [w.weights_quantizers["kernel"] for w in wrappers]
-        holders = [x for x in model.layers if isinstance(x, KerasActivationQuantizationHolder)]
+        holders = [x for x in model.layers if isinstance(x, infra.KerasActivationQuantizationHolder)]
         of_activations = holders[0].activation_holder_quantizer
         assert isinstance(kernel, iq.WeightsSymmetricInferableQuantizer) != trains
         assert isinstance(of_activations, iq.ActivationUniformInferableQuantizer) != trains
@@ -197,8 +185,10 @@ def test_a_quantizer_is_like_an_inferable_one_unless_it_trains():
 def test_a_quantizer_of_a_user_trains_a_whole_model_and_is_exact_on_the_device(tmp_path):
     model, information, objects = init(qat_config=QATConfig(OurWeights, "keras_ours"))
     assert objects["OurWeights"] is OurWeights and "KerasQuantizationWrapper" in objects
-    found = [x.activation_holder_quantizer for x in model.layers if isinstance(x, KerasActivationQuantizationHolder)]
-    assert found and any(isinstance(x, KerasQuantizationWrapper) for x in model.layers)
+    found = [
+        x.activation_holder_quantizer for x in model.layers if isinstance(x, infra.KerasActivationQuantizationHolder)
+    ]
+    assert found and any(isinstance(x, infra.KerasQuantizationWrapper) for x in model.layers)
     losses = fit(model)
     assert losses[-1] < losses[0]
     want = numbers(model(X))

@@ -218,12 +218,7 @@ def test_parameters_lie_as_they_are_indexed_and_kernels_read_them_channels_last(
     assert [w.stride() for w in again.weights.values()] == [w.stride() for w in result.graph.weights.values()]
 
 
-STEEP = {
-    "root": torch.sqrt,
-    "inverse root": torch.rsqrt,
-    "quotient": lambda x: 1 / x,
-    "logarithm": torch.log,
-}
+STEEP = {"root": torch.sqrt, "inverse root": torch.rsqrt, "quotient": lambda x: 1 / x, "logarithm": torch.log}
 
 
 @pytest.mark.parametrize("name", STEEP)

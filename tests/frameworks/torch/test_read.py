@@ -58,10 +58,7 @@ def test_what_has_no_decomposition_of_ours_gets_that_of_pytorch_in_exported_prog
 def test_cat_leaves_out_the_empty_vectors_with_which_caches_begin():
     empty = torch.tensor([])
     assert [n.op for n in nodes(lambda x: torch.cat([empty, x], -2), POINTS) if n.op != "Identity"] == []
-    (found,) = nodes(
-        lambda x: torch.cat([x, empty, x + 0], -1),
-        POINTS,
-    )[-1:]
+    (found,) = nodes(lambda x: torch.cat([x, empty, x + 0], -1), POINTS)[-1:]
     assert found.op == "Concat" and len(found.inputs) == 2
 
 
