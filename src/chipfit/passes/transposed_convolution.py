@@ -60,13 +60,13 @@ def _turned(graph: Graph, n: Node) -> list[Node]:
 
 
 def _fits(graph: Graph, n: Node) -> bool:
-    """Check for equal strides, no groups, and an output that only windows reach.
+    """Check for equal strides, and an output that only windows reach.
 
     A batch norm that is folded into the weights, for training to fold it anew, belongs to their channels.
     """
     a = n.attrs
     s = a["stride"][0]
-    plain = a["groups"] == 1 and set(a["stride"]) == {s} and s > 1 and set(a["dilation"]) == {1}
+    plain = set(a["stride"]) == {s} and s > 1 and set(a["dilation"]) == {1}
     reached = all(back >= 0 for _, back in _cuts(graph, n))
     return plain and reached and n.weight not in graph.folds
 
@@ -89,7 +89,8 @@ def _replaced(graph: Graph, n: Node) -> list[Node]:
     A clip that alone reads the result is computed before its numbers are interleaved: convolutions fuse it.
     """
     s, sizes = n.attrs["stride"][0], graph.shape(n.data)[2:]
-    kernel, cuts, out_channels = _elements(graph, n), _cuts(graph, n), graph.weights[n.weight].shape[1]
+    kernel, cuts = _elements(graph, n), _cuts(graph, n)
+    out_channels = graph.weights[n.weight].shape[1] * n.attrs["groups"]
     conv = _convolution(graph, n, s, kernel)
     grown = [None if size is None else size + m - 1 for size, m in zip(sizes, kernel, strict=True)]
     made, last = [conv], n.output
@@ -120,13 +121,15 @@ def _replaced(graph: Graph, n: Node) -> list[Node]:
 
 
 def _convolution(graph: Graph, n: Node, s: int, kernel: list[int]) -> Node:
-    """Return the convolution, whose output channels are [O, s, s], and rearrange weight and bias."""
-    w = graph.weights[n.weight].detach()  # [C, O, *k]
+    """Return the convolution, whose output channels are [groups, O / groups, s, s]; rearrange weight and bias."""
+    groups, w = n.attrs["groups"], graph.weights[n.weight].detach()  # [C, O / groups, *k]
     w = F.pad(w, [0, s * kernel[1] - w.shape[3], 0, s * kernel[0] - w.shape[2]])
-    parts = w.reshape(*w.shape[:2], kernel[0], s, kernel[1], s).flip(2, 4)  # [C, O, M, s, M, s]
-    graph.weights[n.weight] = parts.permute(1, 3, 5, 0, 2, 4).reshape(-1, w.shape[0], *kernel).contiguous()
-    attrs = {"stride": (1, 1), "padding": tuple((m - 1, m - 1) for m in kernel), "dilation": (1, 1), "groups": 1}
-    conv = n.with_(op="Conv2D", attrs=attrs, outputs=(new_name(graph, f"{n.output}_parts"),))
+    parts = w.reshape(groups, -1, w.shape[1], kernel[0], s, kernel[1], s).flip(3, 5)  # [G, C / G, O / G, M, s, M, s]
+    graph.weights[n.weight] = parts.permute(0, 2, 4, 6, 1, 3, 5).reshape(-1, parts.shape[1], *kernel).contiguous()
+    padding = tuple((m - 1, m - 1) for m in kernel)
+    attrs = {"stride": (1, 1), "padding": padding, "dilation": (1, 1), "groups": groups}
+    op = "DepthwiseConv2D" if parts.shape[1] == 1 < groups else "Conv2D"
+    conv = n.with_(op=op, attrs=attrs, outputs=(new_name(graph, f"{n.output}_parts"),))
     if n.bias is None:
         return conv
     return with_bias(graph, conv, bias_or_zero(graph, n).repeat_interleave(s * s))
