@@ -96,8 +96,8 @@ def _plan_of_parts(plan: Plan, graph: Graph, became: dict[str, list[Node]]) -> P
     last = {n.name: became[n.name][-1] for n in graph.nodes if became[n.name] != [n]}
     nodes = {name: replace(p, op=last[name].op, exec="float") for name, p in plan.nodes.items() if name in last}
     edges = {(v, m.name) for v, reader in plan.float_edges for m in became.get(reader, ()) if v in m.inputs}
-    results = {v for n in graph.nodes if n.name in last for v in n.outputs}  # rounded for what reads them outside
-    edges |= {(v, m.name) for name in last for m in became[name] for v in results.intersection(m.inputs)}
+    opened = [n for n in graph.nodes if n.name in last]  # their results are rounded for what reads them outside
+    edges |= {(v, m.name) for n in opened for m in became[n.name] for v in {*n.outputs}.intersection(m.inputs)}
     groups = tuple(tuple(m.name for n in group for m in became[n]) for group in plan.groups)
     return replace(plan, nodes={**plan.nodes, **nodes}, groups=groups, float_edges=frozenset(edges))
 
