@@ -1,16 +1,15 @@
 """The wheel: what is in it, and that it works where nothing else of the repository is."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 from benchmarks.walk import build_wheel
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[1]
 NETS = """
@@ -78,10 +77,9 @@ def test_the_installed_wheel_quantizes_and_verifies(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     (tmp_path / "nets.py").write_text(NETS)
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    code = f"import chipfit.cli; assert chipfit.__file__.startswith({str(tmp_path)!r}); chipfit.cli.main()"
-    words = "quantize nets:build --data nets:data --quiet --json".split()
-    done = subprocess.run([sys.executable, "-c", code, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import chipfit.cli\n"
+    code += f"assert chipfit.__file__.startswith({str(tmp_path)!r}); chipfit.cli.main()"
+    done = python(code, *"quantize nets:build --data nets:data --quiet --json".split(), cwd=tmp_path)
     assert done.returncode == 0 and '"verdict": "exact"' in done.stdout, done.stdout + done.stderr
 
 
@@ -103,8 +101,7 @@ def test_a_command_without_the_libraries_of_an_extra_names_the_extra(tmp_path):
     modules = "onnx onnx_ir onnxruntime onnxscript keras h5py ai_edge_litert flatbuffers tflite_micro executorch PIL "
     modules += "sklearn ethosu sqlalchemy ray matplotlib tensorboard openvino"
     script = BLOCKED.format(modules=modules.split(), lines=list(LACKING))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path}"}
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = python(script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = dict(json.loads(line) for line in done.stdout.splitlines())
     named = {line: re.findall(r"pip install 'chipfit\[([\w,]+)\]'", text) for line, text in said.items()}

@@ -10,7 +10,7 @@ from chipfit.engine.opaque import OPERATORS, fill, repeatable, resolve_target, t
 from chipfit.engine.types import constant_of
 from chipfit.errors import GraphError, UnknownNameError
 from chipfit.graph.ir import Ref
-from tests.processes import python
+from tests.processes import LEAN, python
 
 
 @pytest.mark.parametrize("target", [torch.ops.aten.topk.default, operator.getitem, math.ceil, torch.sym_max])
@@ -45,7 +45,7 @@ assert "keras" not in sys.modules
 layer = '{"module": "keras.layers", "class_name": "ReLU", "config": {}, "registered_name": null}'
 print(resolve_target("keras:" + layer)([], [torch.tensor([-1.0, 2.0])], {}).tolist())
 """
-    done = python(code, KERAS_BACKEND="torch")
+    done = python(LEAN + code, KERAS_BACKEND="torch")
     assert done.stdout.strip() == "[0.0, 2.0]", done.stderr
 
 

@@ -13,6 +13,7 @@ from chipfit import errors
 from chipfit.exporter import KerasExportSerializationFormat, QuantizationFormat, keras_export_model
 from tests import keras_zoo
 from tests.build import keras_sequential, quantized
+from tests.processes import LEAN
 
 LAYERS = keras.layers
 LOAD = """
@@ -50,7 +51,7 @@ def test_a_file_needs_no_chipfit(tmp_path):
     path, given, got = result.export(tmp_path / "m.keras", format="fake"), tmp_path / "x.npy", tmp_path / "y.npy"
     np.save(given, batch)
     elsewhere = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-c", LOAD, path, given, got], check=True, env=elsewhere, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", LEAN + LOAD, path, given, got], check=True, env=elsewhere, cwd=tmp_path)
     np.testing.assert_allclose(np.load(got), numbers(result.model(batch))[0], atol=1e-5)
 
 

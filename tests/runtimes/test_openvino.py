@@ -1,12 +1,10 @@
 """OpenVINO: what it leaves behind."""
 
-import subprocess
-import sys
-
 import onnx
 import pytest
 
 from tests.onnx_models import onnx_of
+from tests.processes import python
 
 pytest.importorskip("openvino")
 
@@ -30,5 +28,5 @@ os.kill(os.getpid(), signal.SIGUSR1)
 
 def test_a_signal_after_sessions_have_ended_is_handled(tmp_path):
     path = file_of("Relu", tmp_path / "m.onnx")
-    done = subprocess.run([sys.executable, "-c", SIGNAL_AFTER_TWO_SESSIONS, path], capture_output=True, text=True)
+    done = python(SIGNAL_AFTER_TWO_SESSIONS, path)
     assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

@@ -17,7 +17,7 @@ from chipfit.errors import CaptureError, PlanError, UnsupportedError  # noqa: E4
 from chipfit.plan.diff import diff  # noqa: E402
 from tests.frameworks.keras.test_lower import flat, quantized  # noqa: E402
 from tests.keras_zoo import make  # noqa: E402
-from tests.processes import python  # noqa: E402
+from tests.processes import LEAN, python  # noqa: E402
 
 
 def on(backend):
@@ -236,7 +236,7 @@ import chipfit
 import keras
 print(keras.backend.backend())
 """
-        done = python(code, KERAS_BACKEND=None, KERAS_HOME=str(tmp_path), HOME=str(tmp_path))
+        done = python(LEAN + code, KERAS_BACKEND=None, KERAS_HOME=str(tmp_path), HOME=str(tmp_path))
         assert done.stdout.endswith("torch\n"), (name, done.stderr)
 
 
