@@ -67,6 +67,25 @@ def test_the_trainable_model_has_the_names_of_the_initialisers_and_trains(export
     assert not torch.equal(before, result.model(batches(1)[0]))
 
 
+def test_weights_in_constants_are_read_as_those_of_initialisers(exported):
+    """PaddlePaddle's exporter writes constants; here one has more numbers than may be computed while a file is read."""
+    model = onnx.load(exported)
+    wide = np.full((4, 1 << 21), 0.5, np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(wide, "wide"))
+    model.graph.node.append(onnx.helper.make_node("MatMul", [model.graph.output[0].name, "wide"], ["wider"]))
+    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("wider", 1, None))
+    want = chipfit.lint(model, batches(1)[0]).graph
+    moved = [onnx.helper.make_node("Constant", [], [t.name], value=t) for t in model.graph.initializer]
+    nodes = [*moved, *model.graph.node]
+    del model.graph.initializer[:], model.graph.node[:]
+    model.graph.node.extend(nodes)
+    got = chipfit.lint(model, batches(1)[0]).graph
+    assert [(n.op, n.inputs) for n in got] == [(n.op, n.inputs) for n in want]
+    assert got.trainable == want.trainable and got.trainable
+    assert got.weights.keys() == want.weights.keys() and "wide" in got.weights
+    assert all(torch.equal(got.weights[k], w) for k, w in want.weights.items())
+
+
 #: networks that are written in other operators or attributes than they have
 OTHERWISE = set("attention_fused attention_manual fire functional gru in_place_index lstm".split())
 OTHERWISE |= {"padding_modes", "pixel_shuffle_norms", "shapes"}

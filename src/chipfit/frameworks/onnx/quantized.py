@@ -241,8 +241,8 @@ class _QuantizedTranslator(Translator):
             numbers = [c.dequantize().astype(np.float32)]
             self.builder.env[name] = self.builder.constants(numbers, source, trainable=True)
 
-    def initialiser(self, name: str, value: ir.Value) -> Any:
-        return self.builder.env[name] if name in self.builder.env else super().initialiser(name, value)
+    def initialiser(self, name: str, tensor: ir.TensorProtocol | None) -> Any:
+        return self.builder.env[name] if name in self.builder.env else super().initialiser(name, tensor)
 
     def translate(self, variants: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """Read all nodes.

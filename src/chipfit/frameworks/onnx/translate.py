@@ -89,7 +89,7 @@ class Translator:
             if k == 0 and shapes[0]:
                 self.builder.batch = tuple(s[0] for s in shapes)
         for name, value in self.model.graph.initializers.items():
-            self.builder.env[name] = self.initialiser(name, value)
+            self.builder.env[name] = self.initialiser(name, value.const_value)
 
     def cast(self, value: ir.Value, x: Operand) -> Operand:
         """Return an input in the type that the model declares; all float types are float32."""
@@ -102,14 +102,14 @@ class Translator:
         (made,) = self.builder.emit(Origin(), f"{x.name}_cast", "Cast", [x.name], {"dtype": name}, [(x.shape, name)])
         return Operand(tuple(m.to(want) for m in x.metas), made.name)
 
-    def initialiser(self, name: str, value: ir.Value) -> Operand:
-        """Return an initialiser, whose numbers are read now.
+    def initialiser(self, name: str, tensor: ir.TensorProtocol | None) -> Operand:
+        """Return an initialiser, or a constant of several numbers, which are read now.
 
         Raises:
             CaptureError: They cannot be read.
         """
         try:
-            array = self.model.stored.array(value.const_value)
+            array = self.model.stored.array(tensor)
         except Exception as e:  # of files and types
             raise_bug(e)
             raise CaptureError(f"The data of '{name}' cannot be read: {short_message(e)}") from e
@@ -151,6 +151,9 @@ class Translator:
             check_attributes(node)
             if plain and (any(numbers) or not inputs):
                 self.check(node, inputs)
+            value = node.attributes.get("value") if kind == "Constant" and not self.inside else None
+            if value is not None and value.as_tensor().size > 1:  # some exporters write all weights in this way
+                return [self.initialiser(node.outputs[0].name or "", value.as_tensor())]
             if plain and all(numbers) and kind not in _RANDOM and (found := self.folded(node, inputs)) is not None:
                 return found
             return self.read(node)
@@ -211,7 +214,7 @@ class Translator:
             raise CaptureError(TOO_MANY_STEPS, where=self.model.where, allowed=allowed, hint="shorten the loops")
         self.builder.env |= {v.name or "": x for v, x in zip(graph.inputs, inputs, strict=True)}
         for name, value in graph.initializers.items():
-            self.builder.env[name] = self.initialiser(name, value)
+            self.builder.env[name] = self.initialiser(name, value.const_value)
         self.nodes(graph)
         return [self.builder.env[v.name or ""] for v in graph.outputs]
 
