@@ -212,9 +212,11 @@ def test_what_no_output_needs_refuses_no_file():
     proto = model([*branch, node("Relu", ["x"])])
     proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
     proto.graph.initializer.append(helper.make_tensor("labels", TensorProto.STRING, [2], [b"cat", b"dog"]))
+    proto.graph.initializer.append(helper.make_tensor("batches_tracked", TensorProto.INT64, [], [7]))
+    proto.graph.input.append(helper.make_tensor_value_info("batches_tracked", TensorProto.INT64, []))  # as in version 3
     before = proto.SerializeToString()
     graph = capture(load_model(proto), (torch.ones(2, 4),))
-    assert [n.op for n in graph.nodes] == ["Relu"]
+    assert [n.op for n in graph.nodes] == ["Relu"] and graph.inputs == ["x"]
     assert proto.SerializeToString() == before
     read = model([node("Relu", ["x"]), node("Identity", ["labels"], "l")])
     read.graph.initializer.append(proto.graph.initializer[0])

@@ -37,7 +37,9 @@ def needed(graph: onnx.GraphProto) -> set[str]:
 
 
 def without_unread(model: onnx.ModelProto, copy: bool) -> onnx.ModelProto:
-    """Return a model with the nodes and initialisers that its outputs need, and inputs that are tensors.
+    """Return a model with the nodes and initialisers that its outputs need, and the inputs that a caller gives.
+
+    Those are tensors; of files before version 4 of the format, initialisers are inputs, too.
 
     Args:
         copy: leave `model` as it is.
@@ -45,7 +47,9 @@ def without_unread(model: onnx.ModelProto, copy: bool) -> onnx.ModelProto:
     read = needed(model.graph)
     dead = [k for k, n in enumerate(model.graph.node) if read.isdisjoint(n.output)]
     unread = [k for k, w in enumerate(model.graph.initializer) if w.name not in read]
-    odd = [k for k, v in enumerate(model.graph.input) if v.name not in read and not v.type.HasField("tensor_type")]
+    gone_weights = {model.graph.initializer[k].name for k in unread}
+    unread_inputs = [(k, v) for k, v in enumerate(model.graph.input) if v.name not in read]
+    odd = [k for k, v in unread_inputs if v.name in gone_weights or not v.type.HasField("tensor_type")]
     if not (dead or unread or odd):
         return model
     if copy:
