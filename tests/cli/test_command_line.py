@@ -1,10 +1,8 @@
 """The command line: every command on real input, one mistake of each kind, and exit statuses."""
 
 import os
-import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from chipfit.cli import demo
 from chipfit.errors import ChipfitError, DataError
 from chipfit.platform.load import names
 from tests.build import command
+from tests.processes import python
 
 MINE = "tests.cli.mine"
 MISTAKES = Path(__file__).with_name("mistakes.yaml")
@@ -301,12 +300,9 @@ def test_a_module_without_a_model_is_refused(panels, words, tmp_path, monkeypatc
 
 
 def test_a_closed_pipe_ends_a_command_quietly():
-    reading, writing = os.pipe()
-    os.close(reading)
-    words = [sys.executable, "-m", "chipfit", "platforms", "list"]
-    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE)
-    os.close(writing)
-    assert done.returncode == 1 and done.stderr == b""
+    pipe = "import os, runpy; reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 1)\n"
+    done = python(pipe + "runpy.run_module('chipfit', run_name='__main__', alter_sys=True)", "platforms", "list")
+    assert done.returncode == 1 and done.stderr == ""
 
 
 @pytest.mark.parametrize("words, said", [((), "chipfit: loading PyTorch\n"), (("--quiet",), "")])
@@ -317,11 +313,10 @@ def test_a_command_says_at_once_that_it_loads_pytorch(words, said, tmp_path):
 
 
 def test_ctrl_c_ends_a_process_with_130_and_no_traceback(tmp_path):
-    (tmp_path / "slow.py").write_text("import time\nprint('here', flush=True)\ntime.sleep(60)\n")
-    words = [sys.executable, "-m", "chipfit", "platforms", "show", "slow:chip"]
-    default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background process ignores SIGINT otherwise
-    running = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path, preexec_fn=default)
-    assert running.stdout.readline() == b"here\n"
-    running.send_signal(signal.SIGINT)
-    _, err = running.communicate(timeout=300)
-    assert running.returncode == 130 and b"Traceback" not in err
+    press = "import os, signal\nprint('here', flush=True)\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "slow.py").write_text(press)
+    # a background process ignores SIGINT otherwise
+    code = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "runpy.run_module('chipfit', run_name='__main__', alter_sys=True)"
+    done = python(code, "platforms", "show", "slow:chip", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (130, "here\n") and "Traceback" not in done.stderr
