@@ -135,6 +135,14 @@ def test_average_pooling_at_an_uneven_edge_is_what_this_backend_makes_of_it():
 # ---------------------------------------------------------------- what is refused, and how
 
 
+@pytest.mark.parametrize("made", ["model", "device_model"])
+def test_the_simulation_of_a_result_is_quantized_already(made):
+    data = [np.ones((4, 6), "float32")]
+    result = chipfit.quantize(keras_sequential((6,), layers.Dense(2)), data, progress=False)
+    with pytest.raises(CaptureError, match=r"quantized already.*(Wrapper|DeviceModel).*result.edit"):
+        chipfit.quantize(getattr(result, made), data, progress=False)
+
+
 def test_a_layer_that_keras_has_quantized_is_refused_by_name():
     model = keras_sequential((8,), layers.Dense(4, name="first"))
     model.layers[-1].quantize("int8")

@@ -68,6 +68,13 @@ def test_a_module_that_is_quantized_already_is_refused():
         quantized(nn.Sequential(MODEL, torch.ao.nn.quantized.ReLU6()), X)
 
 
+@pytest.mark.parametrize("made", ["model", "device_model"])
+def test_the_simulation_of_a_result_is_quantized_already(made):
+    result = quantized(MODEL, X)
+    with pytest.raises(CaptureError, match=r"quantized already.*(Quantizer|DeviceModel).*result.edit"):
+        quantized(getattr(result, made), X)
+
+
 def test_a_layer_named_with_half_a_character_is_refused():
     model = nn.Sequential()
     model.add_module("\ud800", nn.Linear(4, 4))

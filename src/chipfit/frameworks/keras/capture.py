@@ -19,6 +19,8 @@ from chipfit.engine.trees import dump_call, dump_result
 from chipfit.errors import CaptureError, raise_bug, short_message
 from chipfit.frameworks.keras.backend import forward, in_float32
 from chipfit.frameworks.keras.call import narrowed
+from chipfit.frameworks.keras.layers import KerasActivationQuantizationHolder, KerasQuantizationWrapper
+from chipfit.frameworks.keras.models import DeviceModel
 from chipfit.frameworks.keras.translate import Translator, calls_before, functional, leaves
 from chipfit.graph.builder import Origin
 from chipfit.graph.check import check
@@ -27,6 +29,7 @@ from chipfit.graph.ir import Graph, Value
 from chipfit.graph.removed import remember_layers_without_nodes
 from chipfit.passes.layout import change_layout, keep_constant_names
 
+_SIMULATED = KerasActivationQuantizationHolder, KerasQuantizationWrapper, DeviceModel
 _READ_IN_FLOAT32 = "warning: the model computes in {}; it was read, and is simulated, in float32"
 
 
@@ -142,6 +145,10 @@ def _check_model(model: Any) -> None:
         how = "build the model with keras.config.set_image_data_format('channels_last')"
         hint, allowed = f"{how} and copy the weights, which are the same", "data_format='channels_last'"
         raise CaptureError(f"Layer '{first.name}' works channels-first", allowed=allowed, hint=hint)
+    simulated = sorted({type(x).__name__ for x in inside if isinstance(x, _SIMULATED)})
+    if simulated:
+        hint = "pass the float model; `result.edit(overrides)` changes a result"
+        raise CaptureError("The model is quantized already", got=", ".join(simulated), hint=hint)
     for x in inside:
         if getattr(x, "stateful", False) is True:
             hint = "build it with stateful=False; chipfit.streaming makes a network of one step of it, states as inputs"

@@ -50,8 +50,11 @@ from chipfit.graph.placement import device_of, inputs_on, placed
 
 #: halves of UTF-16 surrogate pairs, which UTF-8 cannot represent
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
-#: modules of the classes of observers, of quantized and prepared layers, and of quantized weights
-_QUANTIZED = re.compile(r"torchao\.|torch\.ao\.(quantization\.(observer|fake_)|nn\.(intrinsic\.)?(quantized|qat))")
+#: classes of observers, of quantized and prepared layers, of quantized weights, and of simulations
+_QUANTIZED = re.compile(
+    r"torchao\.|torch\.ao\.(quantization\.(observer|fake_)|nn\.(intrinsic\.)?(quantized|qat))"
+    r"|chipfit\..*\.(ActivationQuantizer|LayerWeights|DeviceModel)$"
+)
 
 _FIXED_HINT = "let batches differ in the sizes that may vary, all that belong together at once"
 _LONGER = 2, 8, 32  #: how much longer other sizes are that leave the same remainders by most strides
@@ -143,8 +146,9 @@ def check_model(model: Any) -> None:
         if not _SURROGATES.isdisjoint(name):
             raise CaptureError("The name of a layer contains half a character", got=ascii(name))
     kinds = {type(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
-    if found := sorted(k.__name__ for k in kinds if _QUANTIZED.match(k.__module__)):
-        raise CaptureError("The model is quantized already", got=", ".join(found), hint="pass the float model")
+    if found := sorted(k.__name__ for k in kinds if _QUANTIZED.match(f"{k.__module__}.{k.__qualname__}")):
+        hint = "pass the float model; `result.edit(overrides)` changes a result"
+        raise CaptureError("The model is quantized already", got=", ".join(found), hint=hint)
     check_device(model)
 
 
