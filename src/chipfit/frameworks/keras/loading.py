@@ -21,9 +21,10 @@ from typing import Any
 import keras
 import torch
 
-from chipfit.errors import CaptureError, GraphError, first_line, import_optional, raise_bug
+from chipfit.errors import CaptureError, GraphError, first_line, import_optional, raise_bug, short_message
 from chipfit.files import ARCHIVE_ERRORS, existing_file, open_zip
 from chipfit.frameworks.keras.backend import to_backend, to_torch
+from chipfit.frameworks.reading import Unreadable
 
 #: modules of Keras whose classes may be created from configurations, with their submodules
 _CLASSES = (
@@ -46,7 +47,9 @@ _ANY = object()
 _OF_KERAS_2 = {
     "groups": 1,
     "time_major": False,
+    "softmax_robust_masking": False,
     **dict.fromkeys(("kernel_initializer", "kernel_regularizer", "kernel_constraint"), _ANY),
+    **dict.fromkeys(("query_shape", "key_shape", "value_shape"), _ANY),
 }
 _WEIGHTS_ALONE = (
     "build the model in Python, model.load_weights(file), model.save('model.keras'); or give module:factory, where the "
@@ -145,6 +148,10 @@ def load(path: str | Path) -> Any:
         model = kind.from_config(without_settings_of_keras_2(config["config"]))
         model.load_weights(path)
         return model
+    except Unreadable as e:
+        keras_2 = importlib.import_module("chipfit.frameworks.keras.keras_2")
+        what, got = "A function of TensorFlow in the file has no reader", keras_2.failed_layer(e)
+        raise CaptureError(what, where=str(path), got=got, hint=keras_2.HINT) from e
     except Exception as e:  # Keras raises many types, and so do the classes that are registered
         raise_bug(e)
         raise CaptureError(
@@ -199,7 +206,11 @@ def _read_hdf5(path: str | Path) -> Any:
         config = file.attrs.get("model_config")
     if config is None:
         raise CaptureError("The file holds weights without a model", where=str(path), hint=_WEIGHTS_ALONE)
-    return json.loads(config)
+    read = importlib.import_module("chipfit.frameworks.keras.keras_2")
+    try:
+        return read.in_keras_3(json.loads(config), str(path))
+    except (LookupError, TypeError, AttributeError) as e:
+        raise ValueError(f"its layers are malformed ({short_message(e)})") from e
 
 
 def _checked(path: str | Path, read: Callable[[str | Path], Any]) -> dict[str, Any]:

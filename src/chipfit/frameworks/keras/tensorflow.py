@@ -199,6 +199,52 @@ def _formulas() -> dict[str, tuple[Callable[..., Any], list[str] | None]]:
     return out
 
 
+#: arguments of functions that have a default other than None, False, or that of the function of Keras
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "image.resize": {"method": "bilinear", "antialias": False},
+    "math.cumsum": {"axis": 0},
+    "math.l2_normalize": {"epsilon": 1e-12},
+    "math.top_k": {"k": 1},
+    "nn.gelu": {"approximate": False},
+    "nn.silu": {"beta": 1.0},
+    "norm": {"ord": "euclidean"},
+    "pad": {"mode": "CONSTANT", "constant_values": 0},
+    "split": {"axis": 0},
+}
+#: names of operators of Python -> those of functions
+_OPERATORS = {"eq": "equal", "ne": "not_equal"}
+
+
+def name_of_formula(function: str) -> str:
+    """Return the name under which a function, or an older name of it, has a formula; "" if it has none.
+
+    >>> name_of_formula("compat.v1.transpose"), name_of_formula("__operators__.add"), name_of_formula("io.read_file")
+    ('transpose', 'math.add', '')
+    """
+    plain = function.removeprefix("compat.v1.").removeprefix("__operators__.")
+    last = plain.rpartition(".")[2]
+    names = (plain, *(f"{home}{_OPERATORS.get(last, last)}" for home in ("math.", "nn.", "linalg.", "")))
+    return next((name for name in names if name in _formulas()), "")
+
+
+def by_name(function: str, first: Any, options: dict[str, Any]) -> Any:
+    """Return the result of a function of TensorFlow on its first argument, with others by name.
+
+    Raises:
+        Unreadable: It has no formula, or one without an argument that is given.
+    """
+    name = name_of_formula(function)
+    require(name, f"tf.{function} has no formula")
+    f, behind = _formulas()[name]
+    own = [*inspect.signature(f).parameters]
+    theirs = own[1:] if behind is None else behind
+    given = _DEFAULTS.get(name, {}) | {k: v for k, v in options.items() if k not in ("name", "output_type")}
+    unknown = [k for k, v in given.items() if k not in theirs and v and v not in ("NHWC", "NWC")]
+    require(not unknown, f"tf.{function} with {', '.join(unknown)} has no formula")
+    named = {ours: given[k] for k, ours in zip(theirs, own[1:], strict=False) if k in given}
+    return f(first, **(named if behind is not None else dict.fromkeys(own[1:]) | named))
+
+
 @cache
 def _register() -> None:
     """Let TensorFlow call us for symbolic tensors, which it refuses otherwise."""
