@@ -202,6 +202,23 @@ def test_few_elements_at_places_that_depend_on_data_are_written_by_canonical_ope
     assert run(read, given, keep=read.outputs)[read.outputs[0]].tolist() == [want]
 
 
+@pytest.mark.parametrize("how", ["half_pixel", "asymmetric"])
+@pytest.mark.parametrize("mode", ["linear", "nearest"])
+def test_a_scale_of_a_resize_gives_the_size_of_onnx_runtime(mode, how):
+    """14 times 24 / 14, which float32 rounds down, is 24 in float32 and less in float64."""
+    import onnxruntime
+
+    node = onnx_node("y = Resize(x, roi, scales)", mode=mode, coordinate_transformation_mode=how)
+    scales = np.array([1, 1, 24 / 14, 20 / 15], np.float32)
+    constants = {"roi": np.zeros(0, np.float32), "scales": scales}
+    model = onnx_of(node, inputs={"x": (1, 2, 14, 15)}, constants=constants)
+    x = torch.randn(1, 2, 14, 15)
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x": x.numpy()})
+    read = capture(load_model(model), [x])
+    assert want.shape[2:] == (24, 20)
+    np.testing.assert_allclose(run(read, [x], keep=read.outputs)[read.outputs[0]], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("op, keep, want", [("ArgMax", 0, [2]), ("ArgMin", 1, [[3]])])
 def test_the_last_of_equal_extremes_is_found_by_canonical_operators(op, keep, want):
     node = onnx_node(f"y = {op}(x)", axis=1, keepdims=keep, select_last_index=1)

@@ -35,8 +35,12 @@ def _resize(c: OnnxCall) -> Any:
         elif scales:
             factors[a] = scales[k]
     results = [
-        sizes[axes.index(a)] if sizes and a in axes else s and math.floor(s * factors[a]) for a, s in enumerate(shape)
+        sizes[axes.index(a)] if sizes and a in axes else s and _scaled(s, factors[a]) for a, s in enumerate(shape)
     ]
+    if not sizes and any(s and r != math.floor(s * f) for s, r, f in zip(shape, results, factors, strict=True)):
+        sizes = results  # the engine would round in float64
+        factors = [r / s if s and r else f for s, r, f in zip(shape, results, factors, strict=True)]
+        scales = None
     changed = [a for a in range(x.rank) if factors[a] != 1]
     grid = "asymmetric" if old else c.attr("coordinate_transformation_mode") or "half_pixel"
     if not changed:
@@ -47,6 +51,15 @@ def _resize(c: OnnxCall) -> Any:
     if min(changed) < 2 or x.rank not in (3, 4, 5) or (found := _mode(c, mode, grid, results)) is None:
         return _by_matrices(c, x, changed, results, bool(scales) and factors)
     return c.emit("Resize", [x], mode=found, **whole)
+
+
+def _scaled(size: int, factor: float) -> int:
+    """Return a size that is multiplied and rounded down in float32, as ONNX Runtime does: 24 for 14 and 24 / 14.
+
+    >>> _scaled(14, 1.7142857)
+    24
+    """
+    return int(np.float32(size) * np.float32(factor))
 
 
 def _asked(x: Operand, sizes: Operand, axes: Sequence[int]) -> tuple[list[int | None] | None, list[float] | None]:
