@@ -52,9 +52,14 @@ def file(request, tmp_path_factory):
     return request.param, result.export(tmp_path_factory.mktemp("file") / f"net{suffix}")
 
 
-@pytest.fixture
-def device(file):
+def opened(file):
     return lookup("runtime", file[0])(file[1])
+
+
+@pytest.fixture(scope="module")
+def device(file):
+    """The runtime with its file: what it refuses leaves it able to go on."""
+    return opened(file)
 
 
 @pytest.mark.parametrize("file", PLATFORMS, indirect=True)
@@ -95,8 +100,9 @@ def crashed(number):
 
 
 @pytest.mark.parametrize("file", APART, indirect=True)
-def test_a_process_that_ends_or_hangs_is_an_error(device, monkeypatch):
-    call, child = zeros((2, 3, 6, 6), (2, 5)), device.child
+def test_a_process_that_ends_or_hangs_is_an_error(file, monkeypatch):
+    call, device = zeros((2, 3, 6, 6), (2, 5)), opened(file)
+    child = device.child
     monkeypatch.setattr(child, "limit_s", 0.5)
     os.kill(child.process.pid, signal.SIGSTOP)
     with pytest.raises(RuntimeUnavailable, match=r"gave no answer within 0.5 s"):
