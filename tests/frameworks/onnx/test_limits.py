@@ -86,6 +86,11 @@ def test_an_image_that_memory_does_not_hold_is_not_resized(by):
     refused(model(whole, {name: numbers[name]}, ("n", 1, 2, 2)), "makes too large a tensor", IMAGE)
 
 
+def test_an_image_smaller_than_a_window_is_refused_for_that():
+    layer = model([node("Conv", ["x", "w"])], {"w": np.ones((1, 1, 4, 4), np.float32)}, ("n", 1, "h", "w"))
+    refused(layer, r"'Conv' makes a negative size.*-1.*smaller than a window", IMAGE)
+
+
 @pytest.mark.parametrize(
     "kind, attributes, opset, message",
     [

@@ -55,9 +55,12 @@ def check_shape(shape: Sequence[int], rows: int, kind: str, where: str) -> None:
         kind: the operator.
 
     Raises:
-        CaptureError: It has too many elements.
+        CaptureError: It has too many elements, or a negative size.
     """
-    if math.prod(shape) > MOST_ELEMENTS * max(rows, 1) or min(shape, default=0) < 0:
+    if min(shape, default=0) < 0:
+        hint = "give larger inputs: this one is smaller than a window that moves over it"
+        raise CaptureError(f"Operator '{kind}' makes a negative size", where=where, got=list(shape), hint=hint)
+    if math.prod(shape) > MOST_ELEMENTS * max(rows, 1):
         allowed = f"at most {MOST_ELEMENTS:,} elements for each sample"
         raise CaptureError(f"Operator '{kind}' makes too large a tensor", where=where, got=list(shape), allowed=allowed)
 
