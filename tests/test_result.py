@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 import chipfit
 from chipfit import Limits, Settings
 from chipfit.errors import PlanError, UnknownNameError
-from tests.build import NEAREST, halves, mlp, quantized
+from chipfit.plan.training import Training
+from chipfit.quantizers.algorithms.lsq import LSQ
+from tests.build import NEAREST, halves, mlp, quantized, sequential
 
 DATA = list(torch.randn(16, 3, generator=torch.Generator().manual_seed(3)).split(8))
 
@@ -263,3 +266,21 @@ def test_a_result_with_limits_is_loaded_with_the_bits_that_were_chosen(tmp_path)
     loaded = chipfit.load(searched.save(tmp_path / "saved"))
     assert str(loaded.plan) == str(searched.plan)
     assert loaded.decision.all_overrides == searched.decision.all_overrides
+
+
+@pytest.mark.parametrize(
+    "training", ["lsq", Training(weights=LSQ(use_grad_scaling=False), only={"2": None}, bn_momentum=0.2)]
+)
+def test_a_training_goes_on_in_another_process(training, tmp_path):
+    torch.manual_seed(0)
+    model, x = sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 1)), torch.randn(4, 3, 6, 6)
+    first = quantized(model, x, training=training)
+    again = chipfit.load(first.save(tmp_path / "saved"))
+    assert again.plan.provenance == first.plan.provenance
+    for result in (first, again):
+        optimizer = torch.optim.SGD(result.model.train().parameters(), 1e-6)
+        result.model(x).square().sum().backward()
+        optimizer.step()
+    for (name, p), q in zip(first.model.named_parameters(), again.model.parameters(), strict=True):
+        assert p.requires_grad == q.requires_grad and torch.equal(p, q), name
+    assert torch.equal(first.trained().device_model(x), again.trained().device_model(x))

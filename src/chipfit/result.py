@@ -468,16 +468,19 @@ class Result(SummaryRepr):
 
     @torch_defaults()
     def save(self, directory: str | Path) -> Path:
-        """Write plan, graph and weights to the folder `directory` (JSON and safetensors); `chipfit.load` reads them.
+        """Write plan, graph, weights and choice of training to the folder `directory`; `chipfit.load` reads them.
 
         Raises:
             PlanError: `model` has been trained since it was made.
+            ConfigError: a training algorithm is not registered.
             ExportError: the folder cannot be written.
         """
         from chipfit.plan.saved import save
 
         check_untrained(self, "the saved result")
-        return save(directory, self.graph, self.plan, self.platform, self.report.to_dict())
+        chosen = {} if self.training is None else {"training": self.training.to_record()}
+        plan = replace(self.plan, provenance={**self.plan.provenance, **chosen})
+        return save(directory, self.graph, plan, self.platform, self.report.to_dict())
 
     def _summary(self) -> Summary:
         plan, v = self.plan, self.verification
@@ -569,7 +572,10 @@ def load(directory: str | Path) -> Result:
 
     graph, plan, platform, *_ = load_files(directory)
     choose_backend(graph.framework)
-    return of_plan(graph, plan, platform)
+    known = {**plan.provenance}
+    training = known.pop("training", None)
+    result = of_plan(graph, replace(plan, provenance=known), platform)
+    return result if training is None else result.trains(training)
 
 
 def of_plan(graph: Graph, plan: Plan, platform: Platform) -> Result:

@@ -13,7 +13,7 @@ from chipfit.errors import ConfigError, UnsupportedError, check_known
 from chipfit.graph.folds import unfold_batch_norms
 from chipfit.graph.ir import Graph
 from chipfit.plan.record import Plan, TensorPlan
-from chipfit.quantizers.algorithm import MOST_BITS, Algorithm
+from chipfit.quantizers.algorithm import MOST_BITS, Algorithm, algorithm_text
 from chipfit.quantizers.bn_fold import UNFOLDED
 from chipfit.quantizers.grids import Grid
 from chipfit.registry import create
@@ -59,6 +59,17 @@ class Training:
             raise ConfigError("Option 'training' must be a name or a table", got=repr(given)[:120], allowed=allowed)
         return cls(**given)
 
+    def to_record(self) -> dict[str, Any]:
+        """Return the fields as JSON data, which `of` reads.
+
+        Raises:
+            ConfigError: an algorithm is not registered.
+        """
+        algorithms = {k: _name_of(getattr(self, k)) for k in ("method", *_WORDS.values())}
+        only = {k: _name_of(chosen) for k, chosen in self.only.items()}
+        norms = {k: getattr(self, k) for k in ("bn_fold", "bn_momentum", "bn_sync")}
+        return {**algorithms, "only": only, **norms}
+
     def __post_init__(self) -> None:
         for chosen in (self.method, self.weights, self.activations, *self.only.values()):
             algorithm_of(chosen)  # raises if it is unknown
@@ -79,6 +90,12 @@ class Training:
             what = f"{type(found).__name__} cannot train {t.role} '{t.name}': {why}"
             raise UnsupportedError(what, where=t.layer, got=f"format {t.format}", hint=hint)
         return found
+
+
+def _name_of(chosen: str | Algorithm | type | None) -> str | None:
+    """Return the name, with options, of an algorithm; names as they are."""
+    found = None if isinstance(chosen, str) else algorithm_of(chosen)
+    return algorithm_text(found) if found is not None else chosen  # type: ignore[return-value]  # a name or None
 
 
 def _shares_by_gate(t: TensorPlan) -> bool:
