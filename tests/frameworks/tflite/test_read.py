@@ -256,6 +256,25 @@ def converter():
     return convert
 
 
+@pytest.mark.filterwarnings("ignore:Statistics")
+def test_sparse_weights_of_a_quantized_file_are_read_where_it_is_quantized_again():
+    """Each column of the weight has a scale of its own; LiteRT makes the integers dense by an operator."""
+    tf = pytest.importorskip("tensorflow")
+    rng = np.random.default_rng(0)
+    weight = np.where(rng.random((64, 32)) < 0.15, rng.normal(size=(64, 32)), 0).astype(np.float32)
+    weight *= np.geomspace(0.1, 10, 32, dtype=np.float32)
+    x = rng.random((8, 64), dtype=np.float32)
+    function = tf.function(lambda x: tf.matmul(x, weight), input_signature=[tf.TensorSpec((1, 64), tf.float32)])
+    made = tf.lite.TFLiteConverter.from_concrete_functions([function.get_concrete_function()])
+    made.optimizations = [tf.lite.Optimize.DEFAULT, tf.lite.Optimize.EXPERIMENTAL_SPARSITY]
+    made.representative_dataset = lambda: ([row[None]] for row in x)
+    model = TfliteModel(made.convert(), requantize=True)
+    assert "DENSIFY" in {op.kind for op in model.operators}
+    graph = capture(model, (torch.from_numpy(x),))
+    (y,) = run(graph, [torch.from_numpy(x)], keep=graph.outputs).values()
+    np.testing.assert_allclose(y, x @ weight, atol=0.02 * np.abs(x @ weight).max())
+
+
 def functions():
     """Return functions of TensorFlow whose operators chipfit does not write itself, by name."""
     tf = pytest.importorskip("tensorflow")

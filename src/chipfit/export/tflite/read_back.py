@@ -25,7 +25,8 @@ def read_back(path: Path) -> dict[str, FileTensor]:
             scales = tensors[q.details.scales]
             scale = array_of(bytes(model.buffers[scales.buffer].data), scales).astype(np.float32)
             qparams = [(scale, np.zeros(scale.shape, np.int64))]
-        computed = data is None or (not len(data) and np.prod(t.shape) > 0)  # some converters write empty buffers
+        empty = data is None or (not len(data) and np.prod(t.shape) > 0)  # some converters write empty buffers
+        computed = empty or t.sparsity is not None  # sparse numbers are made dense by an operator
         name, values = t.name.decode(), None if computed else array_of(bytes(data), t)
         values = _reset(t, qparams) if t.isVariable else values
         if values is not None and name in images:

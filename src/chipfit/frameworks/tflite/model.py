@@ -409,7 +409,11 @@ def _to_codes(t: Tensor, x: np.ndarray) -> np.ndarray:
 
 
 def _to_reals(t: Tensor, y: np.ndarray) -> np.ndarray:
-    return y if t.scale is None else ((y.astype(np.int64) - t.zero) * t.scale).astype(np.float32)
+    if t.scale is None:
+        return y
+    along = [-1 if k == t.axis else 1 for k in range(y.ndim)] if t.scale.size > 1 else []  # of a constant
+    zero = t.zero.reshape(along) if t.zero.size > 1 else t.zero
+    return ((y.astype(np.int64) - zero) * t.scale.reshape(along or t.scale.shape)).astype(np.float32)
 
 
 def load(path: str | Path) -> TfliteModel:
