@@ -47,6 +47,17 @@ def test_a_norm_that_linear_layers_read_ends_with_its_product_by_the_deviation(k
     assert result.verify([randn(16, 5, 12, seed=3)]).exact
 
 
+def test_every_norm_of_a_network_of_blocks_is_folded():
+    torch.manual_seed(0)
+    blocks = nn.Sequential(branches(), branches(), branches())
+    result = quantized(blocks, [X], "tflite_int8", settings=SETTINGS)
+    folded = [note for note in result.plan.rewrites if note.startswith("folded scale and shift of")]
+    assert len(folded) == 3 and [op for op in parts(result) if op == "Add"] == ["Add"] * 3  # of the epsilons
+    torch.testing.assert_close(
+        run(result.decision.graph, [X])[result.graph.outputs[0]], blocks(X), rtol=1e-3, atol=1e-3
+    )
+
+
 def test_a_large_shift_becomes_a_bias_that_costs_no_accuracy():
     """Channels of 0.1 to 10, with means of as much: linear layers that read them as they are lose 20 dB."""
     torch.manual_seed(0)

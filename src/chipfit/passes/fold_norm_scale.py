@@ -58,7 +58,7 @@ def _steps(readers: Readers, last: Node) -> tuple[list[Node], Affine]:
     axis = len(graph.shape(value)) - 1
     channels = {axis: torch.arange(graph.shape(value)[axis] or 0)}
     k, c = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    while (n := makers[value]).composite == last.composite and (n is last or readers.only(value) is not None):
+    while (n := makers[value]).composite == last.composite and (n.name == last.name or readers.only(value)):
         step = affine(graph, n, channels)
         if step is None:
             break
