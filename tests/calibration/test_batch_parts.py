@@ -80,6 +80,12 @@ def test_inputs_of_several_lengths_stay_whole():
     assert len(batch_parts.batch_parts(graph, [randn(8, 300), randn(4, 300)])) == 1
 
 
+def test_an_input_without_axes_is_calibrated():
+    graph = capture(model_of(lambda m, gain, x: gain * x), (torch.tensor(2.0), randn(8, 300)))
+    stats = collect(graph, [[torch.tensor(2.0), randn(8, 300)]], tensors={v: Need() for v in graph.values})
+    assert stats[graph.outputs[0]].peak == pytest.approx(2 * float(randn(8, 300).abs().max()))
+
+
 @pytest.mark.parametrize("size", [8, 40], ids=["all elements", "some elements"])
 def test_statistics_of_parts_are_those_of_the_batch(monkeypatch, size):
     graph = capture(small_cnn(size=size), (images(12, size),))

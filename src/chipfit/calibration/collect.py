@@ -268,8 +268,9 @@ def collect(
         for batch in batches:
             batch = inputs_on(graph.device, batch)
             seen.begin(count, batch)
-            for part in [batch] if weighted else batch_parts(graph, batch):
-                seen.parts = len(batch[0]) / len(part[0]) if len(part[0]) < len(batch[0]) else 1.0
+            parts = [batch] if weighted else batch_parts(graph, batch)
+            for part in parts:
+                seen.parts = len(batch[0]) / len(part[0]) if len(parts) > 1 else 1.0
                 _run_checked(graph, batch, channels_last(part), hook, count)
             seen.end()
             count += 1
