@@ -6,7 +6,7 @@ from torch import nn
 
 import chipfit
 from chipfit.engine.run import run
-from tests.build import model_of, quantized, randn
+from tests.build import model_of, quantized, randn, sqnr_db
 
 X = randn(16, 5, 12)
 SETTINGS = chipfit.Settings(integer_only=True)
@@ -101,6 +101,19 @@ def test_weights_that_another_layer_reads_stay():
 def test_weights_of_few_bits_keep_their_spread():
     result = quantized(branches(), [X], "tflite_int8", settings=SETTINGS, overrides={"k": {"bits": 4}})
     assert parts(result)[-2:] == ["Mul", "Add"]
+
+
+def test_weights_of_few_bits_take_the_scales_of_channels_that_are_far_larger():
+    """As in large models, whose layers make up for the scales of norms: folded weights differ less."""
+    torch.manual_seed(0)
+    model = branches()
+    with torch.no_grad():
+        for layer in (model.q, model.k, model.v):
+            layer.weight[:, :3] /= 40
+        model.norm.weight[:3] *= 40
+    result = quantized(model, [X], "tflite_int8", settings=SETTINGS, overrides={"Linear": {"bits": 4}})
+    assert parts(result)[-2:] == ["Rsqrt", "Mul"]
+    assert sqnr_db(model(X).detach(), result.model(X).detach()) > 14
 
 
 def test_an_edit_to_few_bits_brings_scale_and_shift_back():

@@ -242,8 +242,8 @@ def test_the_predicted_error_is_what_rounding_makes(times, symmetric):
     channels = Channels(seen.double().sum(0), low, high, seen.double().square().sum(0))
     grid = SimpleNamespace(bits=8, zero=0 if symmetric else "any")
     slots = {"y": SimpleNamespace(format=grid), "w": SimpleNamespace(format=SimpleNamespace(bits=8), axis=0)}
-    site = SimpleNamespace(value="y", layers=[SimpleNamespace(weight="w")])
-    error = module.PredictedError(SimpleNamespace(tensors=slots), site, [w.double()], seen.numel(), channels)
+    layers, assignment = [SimpleNamespace(weight="w")], SimpleNamespace(tensors=slots)
+    error = module.PredictedError(assignment, "y", layers, [w.double()], seen.numel(), channels)
     for s in (torch.ones(32), torch.where(torch.arange(32) < 2, times**0.7, 1.0)):
         x, v = seen / s, w * s
         a, b = (-x.abs().max(), x.abs().max()) if symmetric else (x.min(), x.max())

@@ -1,18 +1,23 @@
 """Fold the scale and shift of a norm in parts into the linear layers that read it: W (g n + b) + c."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
+from chipfit.calibration.collect import Channels
 from chipfit.decide.assignment import Assignment
 from chipfit.graph.ir import Graph, Node
 from chipfit.operators.table import facts_of
 from chipfit.passes.fold_affine import Affine, affine, can_fold, fold_into, without_steps
 from chipfit.passes.rewriting import Adapted, Readers, Stats
+from chipfit.passes.smooth import PredictedError
 from chipfit.registry import register
 
-#: least bits of weights; with fewer, channels of one deviation gain less than weights lose that differ more
+#: least bits of weights; with fewer, weights that differ more may lose more than channels of one deviation gain
 _BITS = 8
+#: largest number behind a norm, in deviations, where that decides
+_PEAK = 4.0
 #: largest ratio of the scales of two channels
 _SPREAD = 256.0
 
@@ -23,7 +28,7 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
 
     W' = W g and c' = c + W b for each input channel. The channels that the layers read then have one deviation, so that
     one grid suits them all, and there are two kernels and two roundings fewer. A shift may be large: without it, what
-    the layers read is centred.
+    the layers read is centred. Weights of few bits take them only where less error is predicted so.
 
     Args:
         graph: before its tensors are planned.
@@ -40,7 +45,9 @@ def fold_norm_scale(graph: Graph, assignment: Assignment, stats: Stats) -> Adapt
         steps, (scale, shift) = _steps(readers, last)
         if not steps or found.refusal or readers.why_fixed(*found.ends):
             continue
-        if not all(_takes(assignment, n) and can_fold(n, scale, shift, _SPREAD, math.inf) for n in found.ends):
+        if not all(can_fold(n, scale, shift, _SPREAD, math.inf) for n in found.ends):
+            continue
+        if not _gains(assignment, graph, last.output, found.ends, scale, shift):
             continue
         for layer in found.ends:
             fold_into(graph, layer, scale, shift)
@@ -68,7 +75,20 @@ def _steps(readers: Readers, last: Node) -> tuple[list[Node], Affine]:
     return steps, (k, c)
 
 
-def _takes(assignment: Assignment, layer: Node) -> bool:
-    """Return whether a layer is a linear one whose weights have enough bits."""
-    stored = assignment.tensors.get(layer.weight)
-    return layer.facts.kind == "linear" and stored is not None and stored.format.bits >= _BITS
+def _gains(
+    assignment: Assignment, graph: Graph, value: str, layers: Sequence[Node], scale: torch.Tensor, shift: torch.Tensor
+) -> bool:
+    """Return whether linear layers lose less, as far as it is predicted, with scale and shift [C] in their weights."""
+    slots = [assignment.tensors.get(n.weight) for n in layers]
+    if value not in assignment.tensors or any(n.facts.kind != "linear" for n in layers) or None in slots:
+        return False
+    if all(slot is not None and slot.format.bits >= _BITS for slot in slots):
+        return True
+    weights = [graph.weights[n.weight].detach().double() for n in layers]
+    k, c = (v.expand(weights[0].shape[1]) for v in (scale.abs(), shift))
+
+    def error(c: torch.Tensor, s: torch.Tensor) -> float:
+        behind_norm = Channels(c, c - _PEAK * k, c + _PEAK * k, k.square() + c.square())
+        return PredictedError(assignment, value, layers, weights, len(c), behind_norm)(s)
+
+    return error(torch.zeros_like(c), k) < error(c, torch.ones_like(k))

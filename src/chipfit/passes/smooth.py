@@ -131,7 +131,7 @@ def smooth(graph: Graph, assignment: Assignment, stats: Stats, *, alpha: float |
         weights = [in_groups(n, graph.weights[n.weight].detach().double())[0] for n in site.layers]
         widest = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
         if isinstance(alpha, str):
-            error = PredictedError(assignment, site, weights, known.count, channels)
+            error = PredictedError(assignment, site.value, site.layers, weights, known.count, channels)
             s = min((_scales(channels, widest, a) for a in _SHARES), key=error)
             before, after = error(torch.ones_like(s)), error(s)
             if after * _GAIN > before or before - after < _WORTH * error.power * site.multiplied:
@@ -185,14 +185,20 @@ class PredictedError:
     """
 
     def __init__(
-        self, assignment: Assignment, site: _Site, weights: Sequence[torch.Tensor], count: int, channels: Channels
+        self,
+        assignment: Assignment,
+        value: str,
+        layers: Sequence[Node],
+        weights: Sequence[torch.Tensor],
+        count: int,
+        channels: Channels,
     ) -> None:
-        """Args: weights: [O, C] of each layer. count: of numbers in calibration."""
+        """Args: value: what the layers read. weights: [O, C] of each layer. count: of numbers in calibration."""
         assert channels.squares is not None, "`with_channels` adds them"
-        self.grid = assignment.tensors[site.value].format
+        self.grid = assignment.tensors[value].format
         #: of each layer, how its weight is stored, |weight|, [O, C] or [1, C] for one scale, and its square, [C]
         self.layers = []
-        for n, w in zip(site.layers, weights, strict=True):
+        for n, w in zip(layers, weights, strict=True):
             slot, size = assignment.tensors[n.weight], w.abs()
             rows = size.amax(0, keepdim=True) if slot.axis is None else size
             self.layers.append((slot, rows, w.square().sum(0), len(w)))
