@@ -252,8 +252,9 @@ PUT = {
     "places in another order": (np.array([[5, 0, 2], [5, 0, 2]]), "rows", ["Concat", "Gather"]),
     "places counted from the end": (np.array([[-2, -1], [-2, -1]]), "rows", ["Concat"]),
     "all places": (np.array([[0, 1, 2, 3, 4, 5]] * 2), "rows", []),
-    "other places in each row": (np.array([[0, 1], [1, 2]]), "rows", ["Opaque"]),
-    "a place twice": (np.array([[1, 1], [1, 1]]), "rows", ["Opaque"]),
+    "other places in each row": (np.array([[0, 1], [1, 2]]), "rows", ["Where"] * 2),  # of the first and the second
+    "a place twice": (np.array([[1, 1], [1, 1]]), "rows", ["Where"] * 2),
+    "too many places": (np.array([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]), "rows", ["Opaque"]),
 }
 
 
