@@ -254,7 +254,6 @@ PUT = {
     "all places": (np.array([[0, 1, 2, 3, 4, 5]] * 2), "rows", []),
     "other places in each row": (np.array([[0, 1], [1, 2]]), "rows", ["Where"] * 2),  # of the first and the second
     "a place twice": (np.array([[1, 1], [1, 1]]), "rows", ["Where"] * 2),
-    "too many places": (np.array([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]), "rows", ["Opaque"]),
 }
 
 
