@@ -33,7 +33,7 @@ def test_a_format_without_groups_keeps_it_in_float_where_it_has_no_other_operato
     assert [n.exec for n in rows if n.op == "TransposeConv2D"] == ["float"]
 
 
-@pytest.mark.parametrize("platform", ["tflite_int8", "ethos_u", "litert_ai_edge"])
+@pytest.mark.parametrize("platform", ["tflite_int8", "ethos_u", "litert_ai_edge", "nxp_neutron", "st_edge_ai"])
 def test_formats_without_groups_compute_it_by_a_convolution_of_every_phase(platform):
     rows = chipfit.lint(net(), X, platform).rows
     assert {n.op for n in rows} >= {"Conv2D", "DepthToSpace"} and "TransposeConv2D" not in {n.op for n in rows}
