@@ -250,7 +250,7 @@ def test_a_copy_between_devices_is_found(code):
 
 #: lines of code that each part may have, with room: a change of design raises a budget, a change of code does not
 BUDGETS = {"core": 44_930, "channel_pruning": 1_200, "generation": 400, "mct": 3_800, "mqbench": 1_900, "bench": 1_800}
-BUDGETS |= {"chipfit": 53_470, "tests": 52_230}
+BUDGETS |= {"chipfit": 53_470, "tests": 52_240}
 TOP_LEVEL = 18  #: modules beside the documents' doors
 #: number of operators that the code of more than two files names (their row, and a file with code of their own); a
 #: framework with files of its own adds those that it does not read by the table; otherwise the number only shrinks

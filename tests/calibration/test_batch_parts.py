@@ -104,3 +104,14 @@ def test_statistics_of_parts_are_those_of_the_batch(monkeypatch, size):
             assert (got.histogram.counts - want.histogram.counts).abs().sum() <= 4  # rounding moves a few
         for sums in ("total", "peak", "squares") if want.channels is not None else ():
             torch.testing.assert_close(getattr(got.channels, sums), getattr(want.channels, sums), rtol=1e-4, atol=1e-4)
+
+
+def test_padding_of_a_large_batch_is_left_out():
+    def forward(m, features, mask):
+        return m.line(features), mask + 1
+
+    x, mask = randn(8, 20, 4), torch.arange(20) < torch.arange(8)[:, None] + 5
+    x[~mask] = 100.0
+    graph = capture(model_of(forward, line=nn.Linear(4, 4)), (x, mask.long()))
+    stats = collect(graph, [[x, mask.long()]], tensors={graph.inputs[0]: Need()})
+    assert stats[graph.inputs[0]].high == float(x[mask].max())

@@ -268,7 +268,7 @@ def collect(
         for batch in batches:
             batch = inputs_on(graph.device, batch)
             seen.begin(count, batch)
-            parts = [batch] if weighted else batch_parts(graph, batch)
+            parts = [batch] if weighted or seen.valid is not None else batch_parts(graph, batch)
             for part in parts:
                 seen.parts = len(batch[0]) / len(part[0]) if len(parts) > 1 else 1.0
                 _run_checked(graph, batch, channels_last(part), hook, count)
